@@ -134,6 +134,14 @@ class TextRules:
         del evidence, claim
         return None
 
+    def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
+        """Whether evidence is true and contradicts a claim: what a `validator` judge asks, a call each time.
+
+        In any text a sentence that names another choice need not, so that rules without an override have no
+        validator.
+        """
+        raise NotImplementedError
+
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())

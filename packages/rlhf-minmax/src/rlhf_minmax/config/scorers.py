@@ -14,6 +14,7 @@ _FIELDS_OF = {
     "head": {"model_name", "load_in_8bit", "share_backbone"},
     "prompted": {"model_name", "load_in_8bit", "template", "chat"},
     "rule": set[str](),
+    "validator": set[str](),
     "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
 }
 """Settings of each kind of judge in addition to `kind`."""
@@ -38,8 +39,9 @@ class JudgeConfig(APISettings):
     The fields of `APISettings` are those of kind `api`.
     """
 
-    kind: Literal["head", "prompted", "rule", "api"] = "head"
-    """`head`: classifier; `prompted`: model asked yes or no; `rule`: reads the verdict; `api`: a server."""
+    kind: Literal["head", "prompted", "rule", "validator", "api"] = "head"
+    """`head`: classifier; `prompted`: model asked yes or no; `rule`: reads the verdict; `validator`: checks
+    with the data set's rules whether the critique refutes the answer; `api`: a server."""
     model_name: str | None = None
     """Folder, run or hub name, or the name at the API; null builds a `head` from the training rows."""
     load_in_8bit: bool = False

@@ -179,9 +179,7 @@ def _made_up_scores(pipeline: MinMaxPipeline, records: list[QARecord]) -> Tensor
     right = [record.answer_text for record in records]
     answers = [[_answer(pipeline, records, i, c) for i, c in enumerate(chosen)] for chosen in (right, wrong)]
     critiques = [_by_teacher(pipeline, records, each) for each in answers]
-    questions = [record.question for record in records] * 2
-    texts = [answer.text for each in answers for answer in each]
-    return pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
+    return pipeline.judged(records, [*answers[0], *answers[1]], [*critiques[0], *critiques[1]])
 
 
 def _pairs(
@@ -237,10 +235,8 @@ def _judged_gaps(
 
     It judges all of them in one call: two would tell a judge that keeps count which are which.
     """
-    questions = [record.question for record in records] * 2
-    texts = [answer.text for answer in (*right, *wrong)]
-    scores = pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
-    higher, lower = pipeline.judge_scale(scores).chunk(2)
+    scores = pipeline.judged(records, [*right, *wrong], [*critiques[0], *critiques[1]])
+    higher, lower = scores.chunk(2)
     return higher - lower
 
 

@@ -20,6 +20,7 @@ from rlhf_minmax.formats import Critique, parse_critique
 from rlhf_minmax.game.prompts import Prompts, prompt_ids
 from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.game.stopwatch import Stopwatch
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.past_players import Member, playing
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.players.sharded import ShardedGame
@@ -146,7 +147,7 @@ class MinMaxPipeline:
 
     players: Players
     reward_model: Scorer
-    judge: Judge
+    judge: Judge | Validator
     prompts: Prompts
     config: MinMaxConfig
     w_judge: float = 1.0
@@ -288,13 +289,18 @@ class MinMaxPipeline:
     ) -> Tensor:
         """(C,) standardised judge scores; of an unparsable critique the judge learns nothing."""
         judged = [answers[critique.answer] for critique in critiques]
+        return self.judged(batch, judged, [each.text if each.parsed else None for each in critiques])
+
+    def judged(
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[str | None]
+    ) -> Tensor:
+        """(B,) standardised judge scores of answers with a critique's text each, None for none."""
+        records = [batch[answer.story] for answer in answers]
         with self.watch.timing("score"):
-            scores = self.judge.score(
-                [batch[answer.story].question for answer in judged],
-                [answer.text for answer in judged],
-                [critique.text if critique.parsed else None for critique in critiques],
-            )
-        return self.judge_scale(scores)
+            if isinstance(self.judge, Validator):
+                return self.judge_scale(self.judge.check(records, [a.claim for a in answers], critiques))
+            texts = [answer.text for answer in answers]
+            return self.judge_scale(self.judge.score([r.question for r in records], texts, critiques))
 
     def policy_judge_scores(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
@@ -310,10 +316,8 @@ class MinMaxPipeline:
         """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""
         asked = [(batch[answer.story].question, answer.text) for answer in answers]
         place = {pair: index for index, pair in enumerate(dict.fromkeys(asked))}
-        questions, texts = [question for question, _ in place], [text for _, text in place]
-        with self.watch.timing("score"):
-            scores = self.judge.score(questions, texts, [None] * len(place))
-        return self.judge_scale(scores)[torch.tensor([place[pair] for pair in asked])]
+        different = [answers[asked.index(pair)] for pair in place]
+        return self.judged(batch, different, [None] * len(place))[torch.tensor([place[p] for p in asked])]
 
     def violation(
         self, critiques: Sequence[CritiqueSample], labels: Tensor, known: Tensor | None = None

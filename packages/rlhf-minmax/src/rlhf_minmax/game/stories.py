@@ -22,7 +22,7 @@ from rlhf_minmax.formats import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
 from rlhf_minmax.game.prompts import Prompts
 from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.game.sum_rules import SumRules
-from rlhf_minmax.game.user_rules import check_rules, load_rules
+from rlhf_minmax.game.user_rules import check_rules, check_validator, load_rules
 
 WORLD_TEMPLATE = "{story}\n{question}\n"
 """The worlds' prompt: places and numbers need no list of choices."""
@@ -106,6 +106,7 @@ def load_stories(config: MinMaxConfig) -> Stories:
         train = hide_answers(building[: data.train_stories], data.label_share, seed=config.seed)
         return Stories(train, held_out, building, prompts, label_share=data.label_share)
     rules = load_rules(config)
+    check_validator(rules, config)
     skipped: list[str] = []
     train, held_out = _from_files(data, data.train_data, skipped)
     train = train[: data.train_stories]

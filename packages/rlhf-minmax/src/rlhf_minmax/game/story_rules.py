@@ -43,6 +43,11 @@ class StoryRules(TextRules):
         rival = self.rival(record)
         return None if rival is None else claim == rival
 
+    def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
+        """Whether the evidence is the last observation, whole, and names another place."""
+        last = self.correct_evidence(record)
+        return " ".join(evidence.split()) == " ".join(last.split()) and sentence_place(last) != claim
+
     def supports(self, evidence: str, claim: str | None) -> bool | None:
         """Whether the evidence names the claimed place; False for what is not a sentence of this world."""
         return claim is not None and sentence_place(evidence) == claim

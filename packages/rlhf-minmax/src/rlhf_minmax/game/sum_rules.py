@@ -52,6 +52,10 @@ class SumRules(TextRules):
         rival = self.rival(record)
         return None if rival is None else claim == rival
 
+    def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
+        """Whether the evidence is the working of the story's sum and ends in another number."""
+        return self.evidence_holds(record, evidence) and not self.supports(evidence, claim)
+
     def supports(self, evidence: str, claim: str | None) -> bool | None:
         """Whether the working ends in the claim; False for what is not a working."""
         worked = read_working(evidence)

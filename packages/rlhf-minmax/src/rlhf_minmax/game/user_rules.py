@@ -38,6 +38,23 @@ def load_rules(config: MinMaxConfig) -> TextRules:
     return found
 
 
+def check_validator(rules: TextRules, config: MinMaxConfig) -> None:
+    """Refuse a validator where nothing says what evidence refutes."""
+    judges = {"judge_model": config.judge_model, "held_out.judge": config.held_out.judge}
+    wanted = [name for name, judge in judges.items() if judge is not None and judge.kind == "validator"]
+    if wanted and not _validates(rules):
+        raise UserError(
+            f"{wanted[0]}.kind is validator, and the rules of this data do not say when evidence refutes an "
+            "answer; give data.rules with a method refutes(record, evidence, claim)",
+            code="no_validator",
+            key=f"{wanted[0]}.kind",
+        )
+
+
+def _validates(rules: TextRules) -> bool:
+    return type(rules).refutes is not TextRules.refutes
+
+
 def check_rules(rules: TextRules, named: str | None, records: Sequence[QARecord]) -> None:
     """Ask the user's rules everything about the first record, so that their errors come before the run."""
     if named is None or not records:
@@ -54,6 +71,8 @@ def check_rules(rules: TextRules, named: str | None, records: Sequence[QARecord]
         ("is_hack", (record, record.answer_text)),
         ("supports", (record.story, record.answer_text)),
     ]
+    if _validates(rules):
+        asked.append(("refutes", (record, record.story, record.answer_text)))
     for method, arguments in asked:
         try:
             getattr(rules, method)(*arguments)

@@ -34,6 +34,11 @@ from rlhf_minmax.scorers.loading import needs_demo
 from rlhf_minmax.scorers.shared_trunk import Host
 from rlhf_models import encode_completion
 
+_RULED = {
+    "rule": "a rule: reads the verdict word",
+    "validator": "the data set's rules: check whether a critique refutes its answer",
+}
+"""What the dry run says of judges without a model."""
 _Sampled = tuple[list[list[int]], int, PlayerConfig]
 """A player's prompts, completions of each, and settings."""
 _ASKED_IN_EVALUATION = 3
@@ -227,14 +232,9 @@ def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> lis
         for role, info in checked.models.items()
     ]
     rows += [
-        (
-            role,
-            "a rule: reads the verdict word"
-            if judge.kind == "rule"
-            else f"{judge.model_name} at {judge.base_url}",
-        )
+        (role, _RULED.get(judge.kind) or f"{judge.model_name} at {judge.base_url}")
         for role, judge in _judges(config).items()
-        if judge.kind in ("rule", "api")
+        if judge.kind in (*_RULED, "api")
     ]
     if needs_demo(config):
         folder = demo_folder(stories.building, stories.prompts, config.demo_settings(), seed=config.seed)

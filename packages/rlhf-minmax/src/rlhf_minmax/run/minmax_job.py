@@ -60,6 +60,7 @@ _PACKAGES = (
 _SCALES = ("reward_scale", "judge_scale")
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
+_WITHOUT_MODEL = ("rule", "validator")
 _NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
 """Metrics measured at the start and the end only."""
 _CURVES = (
@@ -355,12 +356,12 @@ class MinMaxJob:
     def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
         config = self.config
         built = {name: str(path) for name, path in asdict(demo).items() if path} if demo else {}
-        rule = config.judge_model.kind == "rule"
+        judge = config.judge_model
         return {
             "policy": config.policy_model.model_name or built.get("base"),
             "monitor": config.monitor_model.model_name or built.get("base"),
             "reward": config.reward_model.model_name or built.get("reward"),
-            "judge": "rule" if rule else config.judge_model.model_name or built.get("judge"),
+            "judge": judge.kind if judge.kind in _WITHOUT_MODEL else judge.model_name or built.get("judge"),
         }
 
     def _publish(self, results: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from rlhf_minmax.evaluation.evaluate import Metrics, answer_metrics, batch_metri
 from rlhf_minmax.evaluation.measure_game import measure_game
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.rates import form_match
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.players.league import OpponentPools
 from rlhf_minmax.players.sharded import saving
@@ -179,7 +180,8 @@ class MinMaxTrainer:
 
     def train_step(self) -> Metrics:
         """One step of both players on the next stories; its metrics, and `findings` as text, if any."""
-        started = time.perf_counter()
+        started, judge = time.perf_counter(), self.pipeline.judge
+        calls = judge.calls if isinstance(judge, Validator) else 0
         self.pipeline.watch.read()
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
@@ -188,6 +190,8 @@ class MinMaxTrainer:
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
         self.optimizer.end_step()
         metrics |= rates
+        if self.adversary and isinstance(judge, Validator):
+            metrics["validator/calls"] = judge.calls - calls
         if self.adversary:
             metrics |= self.dynamics.update(metrics)
             findings = self._findings(metrics)

@@ -12,6 +12,7 @@ from rlhf_algos.process_group import all_gather, broadcast, is_main_process, sha
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import PromptedJudge
 from rlhf_minmax.config.scorers import JudgeConfig
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_minmax.scorers.chat_reward import ChatReward
 from rlhf_minmax.scorers.loading import HeadJudge, HeldOut
@@ -120,7 +121,7 @@ def shared_out(scorer: Any, config: JudgeConfig | None = None, shared: ShardedGa
     """
     if shared is not None and (model := model_of(scorer)) is not None:
         return ShardedScorer(scorer, model, shared)
-    if world_size() == 1:
+    if world_size() == 1 or isinstance(scorer, Validator):
         return scorer
     return ScoredByFirst(scorer) if config and config.kind == "api" else ScoredInParts(scorer)
 

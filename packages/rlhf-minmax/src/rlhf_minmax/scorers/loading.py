@@ -17,6 +17,7 @@ from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
 from rlhf_minmax.demo.builder import DemoModels
 from rlhf_minmax.game.prompts import Prompts, uses_chat
 from rlhf_minmax.game.scores import Scale, Scorer
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.scorers.chat_reward import reading
 from rlhf_minmax.scorers.shared_trunk import Host, SharedScorer, load_shared, scorer_host
@@ -57,7 +58,7 @@ class HeldOut:
     """
 
     reward_model: Scorer | None
-    judge: Judge | None
+    judge: Judge | Validator | None
     reward_scale: Scale = field(default_factory=Scale)
     judge_scale: Scale = field(default_factory=Scale)
 
@@ -90,7 +91,7 @@ def load_judge(
     players: Players | None = None,
     *,
     sharded: bool = False,
-) -> Judge:
+) -> Judge | Validator:
     """The configured judge, or the demonstration's; of the `prompts` a judge with a head is asked.
 
     The other arguments are those of `load_reward_model`.
@@ -159,7 +160,7 @@ def scorer_sections(config: MinMaxConfig) -> dict[str, RewardModelConfig | Judge
     return {
         role: section
         for role, section in sections.items()
-        if section is not None and getattr(section, "kind", None) not in ("rule", "api")
+        if section is not None and getattr(section, "kind", None) not in ("rule", "validator", "api")
     }
 
 
@@ -200,10 +201,12 @@ class _Loader:
         assert isinstance(section, RewardModelConfig), f"{role} is not a reward model"
         return reading(self._classifier(RewardModel, role, built), section, self.config)
 
-    def judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge:
+    def judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge | Validator:
         budget = self.config.training.max_tokens_per_batch
         if judge.kind == "rule":
             return RuleJudge()
+        if judge.kind == "validator":
+            return Validator(prompts.rules)
         if judge.kind == "api":
             return _api_judge(judge, seed=self.config.seed)
         if judge.kind == "prompted":
