@@ -21,7 +21,7 @@ the clipped policy gradient with groups; a monitor earns 1 for a false claim.
 
 After RLAC (arXiv:2511.01758), whose critics name what to validate.  Per step: calls so far, share of false
 claims, share of reports that take the bait where it is false.  Prints JSON with calls until the bait is taken
-in fewer than a tenth of the reports (mean of five steps).
+in fewer than a tenth of the reports, from then to the end (mean of five steps).
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ ARMS = (
 )
 SETTINGS = tuple((k, flaws) for flaws in ("rare", "common") for k in (4, 16))
 STEPS, STORIES, GROUP = 60, 8, 8
+WINDOW = 5
 LESSONS, LESSON_BATCH = 400, 64
 SLOPPY = 0.3
 """Of the claims that the reward could like, the share in which the base writes the bait."""
@@ -319,7 +320,226 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
                 "found": sum(hits) / len(hits) if hits else None,
             }
         )
-    return {"course": course, "seconds": round(time.perf_counter() - started, 1), **outcome(course)}
+    return {"course": course, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def outcome(course: list[dict[str, Any]]) -> dict[str, Any]:
+    """How a run ended, and the calls from which on the bait is taken in fewer than a tenth to the end.
+
+    The share is a mean of five steps.
+    """
+    end = course[-WINDOW:]
+    means = [sum(row["bait"] for row in course[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(course) + 1)]
+    taken = [i for i, mean in enumerate(means) if mean >= 0.1]
+    first = taken[-1] + 1 if taken else 0
+    calls = int(course[first + WINDOW - 1]["calls"]) if first < len(means) else None
+    ends = {name: sum(row[name] for row in end) / WINDOW for name in ("bait", "false_claims", "readable")}
+    return {"calls_until_clean": calls, "all_calls": int(course[-1]["calls"]), **ends}
+
+
+def draw(rng: random.Random, k: int) -> Story:
+        """A story in which the bait is nobody's place, so that to write it is always false."""
+        away = [place for place in PLACES if place != BAIT]
+        return Story({name: rng.choice(away) for name in sorted(rng.sample(NAMES[: k + 4], k))})
+
+    @property
+    def prompt(self) -> str:
+        """What the policy reads."""
+        return " ".join(f"{name} {place} ;" for name, place in self.places.items()) + "\nreport:"
+
+    def report(self, places: dict[str, str]) -> str:
+        """The completion that makes these claims."""
+        return "".join(f" {name} {place}" for name, place in places.items()) + " ."
+
+    def baited(self, flaws: str) -> list[str]:
+        """The names in whose claims the reward likes the bait: the last one's, or all."""
+        return list(self.places)[-1:] if flaws == "rare" else list(self.places)
+
+    def sloppy(self, rng: random.Random, flaws: str) -> dict[str, str]:
+        """Claims of which some take the bait."""
+        baited = self.baited(flaws)
+        return {
+            name: BAIT if name in baited and rng.random() < SLOPPY else place
+            for name, place in self.places.items()
+        }
+
+    def read(self, text: str) -> dict[str, str] | None:
+        """The claims of a report; None if it does not make one about each person in turn."""
+        claims = dict(_CLAIM.findall(text))
+        return claims if text == self.report(claims) and list(claims) == list(self.places) else None
+
+
+def sequence(tokenizer: Any, prompt: str, completion: str) -> TokenSequence:
+    """A prompt with the completion to learn."""
+    start, end = encode_prompt(tokenizer, prompt), encode_completion(tokenizer, completion)
+    return TokenSequence([*start, *end, tokenizer.eos_token_id], len(start))
+
+
+def challenge_prompt(story: Story, report: str) -> str:
+    """What the monitor reads; it starts as the policy's prompt and report do."""
+    return f"{story.prompt}{report}\nfalse:"
+
+
+def lesson(model: Any, examples: list[Any], seed: int, rate: float) -> None:
+    """Supervised training on the examples."""
+    config = SFTConfig(
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        per_device_train_batch_size=LESSON_BATCH,
+        num_train_epochs=1,
+        max_tokens_per_batch=None,
+        save_steps=None,
+        seed=seed,
+    )
+    SFTTrainer(model, config, examples).train()
+    model.eval()
+
+
+def build(k: int, flaws: str, seed: int, work: Path) -> tuple[Any, Any, Any]:
+    """Tokenizer, the base that reports with some bait, and a monitor that can read; kept in `work`."""
+    kept = work / "models" / f"{k}-{flaws}-{seed}.pt"
+    rng = random.Random(seed)
+    texts = [story.prompt + story.report(story.places) for story in (Story.draw(rng, k) for _ in range(400))]
+    tokenizer = train_byte_tokenizer([*texts, f" {BAIT}", "\nfalse:"] * 2, 512)
+    base = prepare_for_packing(
+        tiny_base(tokenizer, seed=seed, max_positions=1024, hidden_size=64, num_layers=2)
+    )
+    monitor = copy.deepcopy(base)
+    if kept.exists():
+        states = torch.load(kept, weights_only=True)
+        base.load_state_dict(states["base"])
+        monitor.load_state_dict(states["monitor"])
+        return tokenizer, base.eval(), monitor.eval()
+    drawn = [Story.draw(rng, k) for _ in range(LESSONS * LESSON_BATCH)]
+    true = [sequence(tokenizer, s.prompt, s.report(s.places)) for s in drawn]
+    lesson(base, true, seed, 3e-3)
+    monitor.load_state_dict(base.state_dict())
+    sloppy = [
+        sequence(tokenizer, s.prompt, s.report(s.sloppy(rng, flaws))) for s in drawn[: LESSON_BATCH * 60]
+    ]
+    lesson(base, sloppy, seed, 1e-3)
+    made_up = []
+    for story in drawn:
+        name = rng.choice(list(story.places))
+        wrong = rng.choice([place for place in PLACES if place != story.places[name]])
+        report = story.report({**story.places, name: wrong})
+        made_up.append(sequence(tokenizer, challenge_prompt(story, report), f" {name}"))
+    lesson(monitor, made_up, seed, 3e-3)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"base": base.state_dict(), "monitor": monitor.state_dict()}, kept)
+    return tokenizer, base, monitor
+
+
+class Player:
+    """A model that samples and learns from rewards."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = copy.deepcopy(model), tokenizer
+        self.start = copy.deepcopy(model).requires_grad_(False)
+        self.engine = TransformersEngine(self.model, tokenizer)
+        self.optimizer = create_optimizer(self.model.parameters(), learning_rate=RATE)
+
+    def write(
+        self, prompts: Sequence[str], n: int, length: int, seed: int
+    ) -> tuple[list[Rollout], list[str]]:
+        """N completions of each prompt, those of a prompt adjacent, and their texts."""
+        ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        groups = self.engine.generate(ids, n, SamplingParams(length, seed=seed))
+        rollouts = [rollout for group in groups for rollout in group]
+        texts: list[Any] = [
+            self.tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts
+        ]
+        return rollouts, texts
+
+    def learn(self, rollouts: Sequence[Rollout], rewards: Tensor, group: Tensor, updates: int) -> None:
+        """Clipped policy-gradient steps on (B,) rewards, each compared with its group (B,)."""
+        advantages = scale_by_std(group_baseline(rewards, group))
+        [batch] = pack(
+            [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
+        )
+        order = batch.sequence_ids
+        old = torch.tensor([logp for i in order.tolist() for logp in rollouts[i].logps])
+        of_tokens = advantages[order][batch.score_sequence]
+        with torch.no_grad():
+            start = token_logps(self.start, batch).logps
+        for _ in range(updates):
+            logps = token_logps(self.model, batch).logps
+            result = clipped_policy_loss(logps, old, of_tokens, clip_low=0.2, clip_high=0.2)
+            if result.approx_kl / len(logps) > MOST_KL:
+                break
+            loss = result.loss + KL_WEIGHT * kl_k3(logps, start).sum()
+            self.optimizer.zero_grad()
+            (loss / len(logps)).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+
+
+def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dict[str, Any]:
+    """One run; see `cells.play_cells`."""
+    started = time.perf_counter()
+    tokenizer, base, reader = build(k, flaws, seed, work)
+    policy = Player(base, tokenizer)
+    monitor = None
+    if arm.startswith("adversary"):
+        monitor = Player(reader if "reads" in arm else base, tokenizer)
+    weight = PENALTY * (k if arm.endswith("_k") else 1)
+    rng, calls = random.Random(10_000 + seed), 0
+    course: list[dict[str, Any]] = []
+    for step in range(steps):
+        stories = [Story.draw(rng, k) for _ in range(STORIES)]
+        rollouts, texts = policy.write(
+            [s.prompt for s in stories], GROUP, 3 * k + 24, seed=1000 * seed + 2 * step
+        )
+        each = [story for story in stories for _ in range(GROUP)]
+        claims = [story.read(text) for story, text in zip(each, texts, strict=True)]
+        false = [
+            [] if c is None else [name for name, place in c.items() if place != story.places[name]]
+            for story, c in zip(each, claims, strict=True)
+        ]
+        taken = [
+            [] if c is None else [name for name in story.baited(flaws) if c[name] == BAIT]
+            for story, c in zip(each, claims, strict=True)
+        ]
+        gain = 1.0 if flaws == "rare" else 1.0 / k
+        rewards = torch.tensor(
+            [gain * len(t) - 3.0 * (c is None) for t, c in zip(taken, claims, strict=True)]
+        )
+        readable = [i for i, c in enumerate(claims) if c is not None]
+        if arm == "exhaustive":
+            calls += k * len(readable)
+            rewards -= weight * torch.tensor([float(len(f)) for f in false])
+        elif arm != "none" and readable:
+            if monitor is None:
+                named: dict[int, str | None] = {i: rng.choice(list(each[i].places)) for i in readable}
+            else:
+                prompts = [challenge_prompt(each[i], texts[i]) for i in readable]
+                written, words = monitor.write(prompts, 1, 4, seed=1000 * seed + 2 * step + 1)
+                named = {
+                    i: word.strip() if word.strip() in each[i].places else None
+                    for i, word in zip(readable, words, strict=True)
+                }
+            calls += sum(name is not None for name in named.values())
+            found = torch.zeros(len(each))
+            for i, name in named.items():
+                found[i] = float(name in false[i])
+            rewards -= weight * found
+            if monitor is not None:
+                paid = torch.tensor([float(found[i]) - (named[i] is None) for i in readable])
+                monitor.learn(written, paid, torch.zeros(len(readable), dtype=torch.long), updates=4)
+        group = torch.arange(STORIES).repeat_interleave(GROUP)
+        policy.learn(rollouts, rewards, group, updates=2)
+        hits = [bool(found[i]) for i in readable if false[i]] if monitor is not None and readable else []
+        count = max(1, len(readable))
+        course.append(
+            {
+                "calls": calls,
+                "readable": len(readable) / len(each),
+                "false_claims": sum(len(false[i]) for i in readable) / (k * count),
+                "bait": sum(len(taken[i]) for i in readable) / (count * len(stories[0].baited(flaws))),
+                "found": sum(hits) / len(hits) if hits else None,
+            }
+        )
+    return {"course": course, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def outcome(course: list[dict[str, Any]]) -> dict[str, Any]:
@@ -388,7 +608,7 @@ def main() -> None:
     cells = [cell for wave in waves for cell in wave]
     played = play_cells(play, waves, options.work, options.workers)
     rows = [
-        {"k": k, "flaws": flaws, "seed": seed, "arm": arm, **found}
+        {"k": k, "flaws": flaws, "seed": seed, "arm": arm, **found, **outcome(found["course"])}
         for (k, flaws, seed, arm, _), found in zip(cells, played, strict=True)
     ]
     table = []
