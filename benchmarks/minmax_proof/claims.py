@@ -13,9 +13,9 @@ the clipped policy gradient with groups; a monitor earns 1 for a false claim.
 - `random`: any claim, the penalty bounded.
 - `random_k`: any claim, the penalty times k: unbiased for checking everything.  The number to beat.
 - `exhaustive`: every claim is checked, k calls a report, 2 off for each false one.
-- `adversary`: a monitor that learns from its calls alone; it starts as the policy's base, which was never
-  shown a challenge.
-- `adversary_reads`: the same, first taught on made-up reports to find the false claim (its labels are of
+- `adversary`: a monitor that learns from its calls alone; it starts as the policy's base, taught the form of
+  a challenge by random ones.
+- `adversary_reads`: one that was first taught on made-up reports to find the false claim (its labels are of
   made-up reports, no calls).
 - `adversary_k`, `adversary_reads_k`: both with the penalty times k.
 
@@ -176,6 +176,25 @@ def lesson(model: Any, examples: list[Any], seed: int, rate: float) -> None:
     model.eval()
 
 
+def teach_form(base: Any, tokenizer: Any, k: int, flaws: str, seed: int, work: Path) -> Any:
+    """A monitor that names somebody, anybody, in the form of a challenge; kept in `work`."""
+    kept = work / "models" / f"{k}-{flaws}-{seed}-form.pt"
+    monitor = copy.deepcopy(base)
+    if kept.exists():
+        monitor.load_state_dict(torch.load(kept, weights_only=True))
+        return monitor.eval()
+    rng = random.Random(20_000 + seed)
+    examples = []
+    for story in (Story.draw(rng, k) for _ in range(60 * LESSON_BATCH)):
+        report = story.report(story.sloppy(rng, flaws))
+        examples.append(
+            sequence(tokenizer, challenge_prompt(story, report), f" {rng.choice(list(story.places))}")
+        )
+    lesson(monitor, examples, seed, 1e-3)
+    torch.save(monitor.state_dict(), kept)
+    return monitor
+
+
 def build(k: int, flaws: str, seed: int, work: Path) -> tuple[Any, Any, Any]:
     """Tokenizer, the base that reports with some bait, and a monitor that can read; kept in `work`."""
     kept = work / "models" / f"{k}-{flaws}-{seed}.pt"
@@ -262,7 +281,8 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
     policy = Player(base, tokenizer)
     monitor = None
     if arm.startswith("adversary"):
-        monitor = Player(reader if "reads" in arm else base, tokenizer)
+        taught = reader if "reads" in arm else teach_form(base, tokenizer, k, flaws, seed, work)
+        monitor = Player(taught, tokenizer)
     weight = PENALTY * (k if arm.endswith("_k") else 1)
     rng, calls = random.Random(10_000 + seed), 0
     course: list[dict[str, Any]] = []
