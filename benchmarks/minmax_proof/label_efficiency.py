@@ -13,6 +13,9 @@ model is made from text of the world; that is no label of the game.
 - `truth_only`: the monitor is paid for the truth alone, nothing for lowering the judge's score: no adversary.
 - `warmup_only`: the monitor learns in the warm-up and is frozen as the policy begins.
 - `cooperative`: the monitor is paid the judge's score, as the policy is.
+- `validator`: the judge is a validator: critiques that find fault are checked, a call each.
+- `validator_alone`: the same without the truthfulness constraint, so that labels serve for made-up answers
+  and the judge's weight alone.
 - `rlvr`: the policy is paid 1 for the right answer, on the labelled stories alone; no reward model, no game.
 - `refit`: the flawed reward model learns further, from its annotators' pairs and as many of right against
   wrong answers to the labelled stories; the policy from it on all stories.
@@ -45,6 +48,12 @@ GAMES: dict[str, list[str]] = {
     "truth_only": ["game.adversary_weight=0"],
     "warmup_only": ["schedule.freeze_monitor_above=0.501"],
     "cooperative": ["game.adversary_weight=-1"],
+    "validator": ["judge_model.kind=validator"],
+    "validator_alone": [
+        "judge_model.kind=validator",
+        "constraint.rule=fixed",
+        "training.constraint_penalty_lambda=0",
+    ],
 }
 OTHERS = ("rlvr", "refit", "plain")
 SHOWN = {"accuracy": "policy/accuracy", "hack_rate": "policy/hack_rate"}
@@ -85,6 +94,7 @@ def play(task: str, seed: int, share: float, arm: str, work: Path) -> dict[str, 
         after, tokens = results["after"], results["num_tokens"]
         found = {name: after[key] for name, key in (SHOWN | MONITOR).items()}
         found |= {"start": results["before"]["policy/accuracy"], "w_judge": results["break_even"]["w_judge"]}
+        found["calls"] = sum(row.get("validator/calls", 0) for row in folder.read_metrics())
     else:
         found, tokens = _without_game(config, arm, work / "models")
     times = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
@@ -174,7 +184,7 @@ def main() -> None:
     table, differences = {}, {}
     for share in shares:
         played = [arm for arm in arms if (task, seeds[0], share, arm) in results]
-        names = (*SHOWN, *MONITOR, "num_tokens", "seconds", "cpu_seconds")
+        names = (*SHOWN, *MONITOR, "calls", "num_tokens", "seconds", "cpu_seconds")
         table[str(share)] = {arm: {name: summary(row(share, arm, name)) for name in names} for arm in played}
         own = row(share, "minmax", "accuracy")
         differences[str(share)] = {
