@@ -79,7 +79,7 @@ def test_calls_are_counted_step_by_step(make_game: Any) -> None:
     pipeline, stories = make_game("judge_model.kind=validator", "training.batch_size=4")
     trainer = MinMaxTrainer(pipeline, pipeline.config, stories.train)
     before = pipeline.judge.calls
-    counted = [trainer.train_step()["validator/calls"] for _ in range(2)]
+    counted = [trainer.train_step()["validator/calls"] or 0 for _ in range(2)]
     assert sum(counted) == pipeline.judge.calls - before > 0
 
 

@@ -14,6 +14,7 @@ from raises import raises_error
 from rlhf_data import RunFolder, TokenSequence, UserError, load_qa, pack
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.players import load_players
 from rlhf_minmax.run.checks import check_run
 from rlhf_minmax.run.dry_run import plan_run
@@ -168,12 +169,12 @@ def test_one_backbone_and_no_copy_of_it(scorers: dict[str, Any]) -> None:
 
 def test_the_active_adapter_comes_back(scorers: dict[str, Any]) -> None:
     pipeline, stories = game(MinMaxConfig.from_dict(scorers))
-    adapters = pipeline.players.policy.adapters
-    assert adapters is not None and adapters.active == "policy"
+    adapters, judge = pipeline.players.policy.adapters, pipeline.judge
+    assert adapters is not None and adapters.active == "policy" and not isinstance(judge, Validator)
     for active in ("monitor", None):
         with adapters.use(active):
             pipeline.reward_model.score(PROMPTS, TEXTS)
-            pipeline.judge.score(["q"], ["a"], [None])
+            judge.score(["q"], ["a"], [None])
             assert adapters.active == active
     with raises_error("context_too_short"):
         pipeline.reward_model.score(["x " * 700], ["y"])

@@ -1,5 +1,7 @@
 """Which keys and values stay, worked by hand, and that keeping all of them changes nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -51,7 +53,7 @@ def test_expected_attention_follows_mean_variance_and_values():
     assert expected_attention(centred, keys, torch.ones(4, 1), 3, recent=1).tolist() == [1, 2, 3]
 
 
-def prefilled(model, ids):
+def prefilled(model: Any, ids: torch.Tensor) -> Any:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
