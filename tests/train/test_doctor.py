@@ -53,6 +53,12 @@ def test_what_would_end_a_run_is_a_problem(tmp_path: Path) -> None:
     assert all(found[name]["advice"] for name in problems(found))
 
 
+def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, found = doctor(HF_HOME=str(tmp_path / "file"))
+    assert code == 2 and problems(found) == {"cache of the hub"}
+
+
 def test_a_check_that_fails_in_itself_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")

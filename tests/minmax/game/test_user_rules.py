@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_data import RunFolder
-from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, TextRules, load_stories
+from rlhf_data import RunFolder, UserError
+from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, load_stories
+from rlhf_minmax.game.user_rules import UserRules
 
 ROW = {"story": "Tom went home. It rained.", "question": "Who?", "choices": ["Ann", "Tom"], "answer": "Tom"}
 MINE = """
@@ -27,6 +28,18 @@ other = object()
 class Broken(TextRules):
     def rival(self, record):
         return record.nothing
+
+class Number(TextRules):
+    def claim(self, record, answer):
+        return 42
+
+class Vague(TextRules):
+    def refutes(self, record, evidence, claim):
+        return "no"
+
+class Late(TextRules):
+    def rival(self, record):
+        return record.choices[0] if "day 0" in record.story else record.choices[9]
 
 class Odd(TextRules):
     def __init__(self):
@@ -52,7 +65,7 @@ def load(tmp_path: Path) -> Any:
 def test_a_class_or_an_object_reads_answers(load: Any, tmp_path: Path, name: str, words: int) -> None:
     stories = load(f"{tmp_path}/mine.py:{name}")
     rules = stories.prompts.rules
-    assert isinstance(rules, TextRules) and rules.min_evidence_words == words
+    assert isinstance(rules, UserRules) and rules.own.min_evidence_words == words
     assert rules.claim(stories.train[0], "the first") == "Ann"
     assert rules.claim(stories.train[0], "it is Tom") == "Tom"
 
@@ -76,6 +89,8 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
     [
         ("other", "no_rules"),
         ("Broken", "rules_failed"),
+        ("Number", "rules_failed"),
+        ("Vague", "rules_failed"),
         ("Odd", "rules_not_made"),
         ("Gone", "missing_attribute"),
     ],
@@ -83,6 +98,15 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
 def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, name: str, code: str) -> None:
     with raises_error(code):
         load(f"{tmp_path}/mine.py:{name}")
+
+
+def test_an_error_in_the_middle_of_a_run_names_the_row(load: Any, tmp_path: Path) -> None:
+    stories = load(f"{tmp_path}/mine.py:Late")
+    late = next(record for record in stories.train if "day 0." not in record.story)
+    with pytest.raises(UserError) as caught:
+        stories.prompts.rules.rival(late)
+    assert caught.value.code == "rules_failed" and caught.value.fields["method"] == "rival"
+    assert late.where and late.where in str(caught.value)
 
 
 def test_a_world_has_its_own_rules(load: Any, tmp_path: Path) -> None:

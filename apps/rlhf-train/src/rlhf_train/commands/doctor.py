@@ -211,7 +211,9 @@ def _folders() -> Iterator[Finding]:
 
 
 def _folder(name: str, folder: Path) -> Finding:
-    place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir():
+        return Finding(name, "problem", f"{folder}: {place} is not a folder", "choose another folder")
     free = shutil.disk_usage(place).free
     shown = f"{folder}, {free / 1e9:.1f} GB free"
     try:

@@ -188,7 +188,8 @@ class DemoBuilder:
                 return model
         raise UserError(
             f"the demonstration's reward model likes the planted flaw by only {gap:.2f} standard deviations "
-            f"after {_REWARD_ATTEMPTS} trainings; choose another --seed or raise demo.reward_steps"
+            f"after {_REWARD_ATTEMPTS} trainings; choose another --seed, raise demo.reward_steps, or leave "
+            "the flaw out with demo.flawed_reward=false"
         )
 
     def rated_pairs(self, steps: int) -> list[tuple[str, str, str]]:

@@ -57,7 +57,7 @@ class Prompts:
         return [
             self.dataset.prompt_template,
             self.dataset.choice_separator,
-            type(self.rules).__name__,
+            type(getattr(self.rules, "own", self.rules)).__name__,
             self.policy_template,
             self.monitor_template,
             *_source_of(self.rules),
@@ -66,7 +66,7 @@ class Prompts:
 
 def _source_of(rules: TextRules) -> list[str]:
     """The text of the module that rules of the user's come from; nothing for those of this package."""
-    kind = type(rules)
+    kind = type(getattr(rules, "own", rules))
     if kind.__module__.startswith("rlhf_minmax."):
         return []
     return [Path(inspect.getfile(kind)).read_text(encoding="utf-8")]

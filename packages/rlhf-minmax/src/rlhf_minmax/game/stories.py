@@ -112,7 +112,7 @@ def load_stories(config: MinMaxConfig) -> Stories:
     train = train[: data.train_stories]
     building = [record for record in train if record.answer is not None]
     train = hide_answers(train, data.label_share, seed=config.seed)
-    check_rules(rules, data.rules, building)
+    check_rules(rules, building)
     prompts = _prompts(config, data.columns, rules)
     held_out = held_out[: data.eval_stories]
     return Stories(train, held_out, building, prompts, tuple(skipped), data.label_share)

@@ -35,14 +35,14 @@ def load_rules(config: MinMaxConfig) -> TextRules:
             "objects",
             code="no_rules",
         )
-    return found
+    return UserRules(found, named)
 
 
 def check_validator(rules: TextRules, config: MinMaxConfig) -> None:
     """Refuse a validator where nothing says what evidence refutes."""
     judges = {"judge_model": config.judge_model, "held_out.judge": config.held_out.judge}
     wanted = [name for name, judge in judges.items() if judge is not None and judge.kind == "validator"]
-    if wanted and not _validates(rules):
+    if wanted and not validates(rules):
         raise UserError(
             f"{wanted[0]}.kind is validator, and the rules of this data do not say when evidence refutes an "
             "answer; give data.rules with a method refutes(record, evidence, claim)",
@@ -51,34 +51,116 @@ def check_validator(rules: TextRules, config: MinMaxConfig) -> None:
         )
 
 
-def _validates(rules: TextRules) -> bool:
-    return type(rules).refutes is not TextRules.refutes
+def validates(rules: TextRules) -> bool:
+    """Whether rules say what refutes an answer."""
+    own = rules.own if isinstance(rules, UserRules) else rules
+    return type(own).refutes is not TextRules.refutes
 
 
-def check_rules(rules: TextRules, named: str | None, records: Sequence[QARecord]) -> None:
-    """Ask the user's rules everything about the first record, so that their errors come before the run."""
-    if named is None or not records:
-        return
-    record = records[0]
-    asked: list[tuple[str, tuple[Any, ...]]] = [
-        ("sentences", (record,)),
-        ("claim", (record, record.answer_text)),
-        ("correct_evidence", (record,)),
-        ("possible_evidence", (record,)),
-        ("evidence_holds", (record, record.story)),
-        ("rival", (record,)),
-        ("rival_evidence", (record,)),
-        ("is_hack", (record, record.answer_text)),
-        ("supports", (record.story, record.answer_text)),
-    ]
-    if _validates(rules):
-        asked.append(("refutes", (record, record.story, record.answer_text)))
-    for method, arguments in asked:
+class UserRules(TextRules):
+    """A user's rules, whose errors and wrong results become one sentence that names the row.
+
+    Args:
+        own: the user's.
+        named: what the settings call them.
+    """
+
+    def __init__(self, own: TextRules, named: str) -> None:
+        self.own, self.named = own, named
+
+    def sentences(self, record: QARecord) -> list[str]:
+        """See `TextRules.sentences`."""
+        return self._asked("sentences", record, record)
+
+    def claim(self, record: QARecord, answer: str) -> str | None:
+        """See `TextRules.claim`."""
+        return self._asked("claim", record, record, answer)
+
+    def correct_evidence(self, record: QARecord) -> str | None:
+        """See `TextRules.correct_evidence`."""
+        return self._asked("correct_evidence", record, record)
+
+    def possible_evidence(self, record: QARecord) -> list[str]:
+        """See `TextRules.possible_evidence`."""
+        return self._asked("possible_evidence", record, record)
+
+    def evidence_holds(self, record: QARecord, evidence: str) -> bool:
+        """See `TextRules.evidence_holds`."""
+        return self._asked("evidence_holds", record, record, evidence)
+
+    def rival(self, record: QARecord) -> str | None:
+        """See `TextRules.rival`."""
+        return self._asked("rival", record, record)
+
+    def rival_evidence(self, record: QARecord) -> str | None:
+        """See `TextRules.rival_evidence`."""
+        return self._asked("rival_evidence", record, record)
+
+    def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
+        """See `TextRules.is_hack`."""
+        return self._asked("is_hack", record, record, claim)
+
+    def supports(self, evidence: str, claim: str | None) -> bool | None:
+        """See `TextRules.supports`."""
+        return self._asked("supports", None, evidence, claim)
+
+    def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
+        """See `TextRules.refutes`."""
+        return self._asked("refutes", record, record, evidence, claim)
+
+    def _asked(self, method: str, record: QARecord | None, *arguments: Any) -> Any:
+        where = f"data.rules {self.named}: {method}"
+        if record is not None and record.where:
+            where += f", of {record.where},"
         try:
-            getattr(rules, method)(*arguments)
+            found = getattr(self.own, method)(*arguments)
         except Exception as error:  # code of the user's, which fails as it likes
             raise UserError(
-                f"data.rules {named}: {method} fails on the row at {record.where or 'the start'} "
-                f"({type(error).__name__}: {error}); fix it",
+                f"{where} fails ({type(error).__name__}: {error}); fix it, and call super().__init__ in an "
+                "__init__ of your own",
                 code="rules_failed",
+                method=method,
             ) from error
+        kinds = _RETURNS[method]
+        listed = kinds == (list,) and isinstance(found, list) and all(isinstance(each, str) for each in found)
+        if not (listed or (kinds != (list,) and isinstance(found, kinds))):
+            expected = " or ".join("None" if kind is type(None) else _NAMES[kind] for kind in kinds)
+            raise UserError(
+                f"{where} returned {found!r}, expected {expected}; fix it", code="rules_failed", method=method
+            )
+        return found
+
+
+_TEXT, _FLAG = (str, type(None)), (bool, type(None))
+_NAMES: dict[type, str] = {str: "a text", bool: "True or False", list: "a list of texts"}
+_RETURNS: dict[str, tuple[type, ...]] = {
+    "sentences": (list,),
+    "claim": _TEXT,
+    "correct_evidence": _TEXT,
+    "possible_evidence": (list,),
+    "evidence_holds": (bool,),
+    "rival": _TEXT,
+    "rival_evidence": _TEXT,
+    "is_hack": _FLAG,
+    "supports": _FLAG,
+    "refutes": (bool,),
+}
+"""What each method may return."""
+
+
+def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
+    """Ask a user's rules everything about the first record, so that their errors come before the run."""
+    if not isinstance(rules, UserRules) or not records:
+        return
+    record = records[0]
+    rules.sentences(record)
+    rules.claim(record, record.answer_text)
+    rules.correct_evidence(record)
+    rules.possible_evidence(record)
+    rules.evidence_holds(record, record.story)
+    rules.rival(record)
+    rules.rival_evidence(record)
+    rules.is_hack(record, record.answer_text)
+    rules.supports(record.story, record.answer_text)
+    if validates(rules):
+        rules.refutes(record, record.story, record.answer_text)

@@ -8,6 +8,8 @@ import numpy as np
 
 from rlhf_data import UserError
 
+_DECIMALS = 3
+"""Of scores, in nats: passes over other batches round differently, which must not decide between equals."""
 LONGEST_UNIT = 64
 """Tokens of the longest sentence; longer ones, such as tables without full stops, are cut."""
 
@@ -36,8 +38,9 @@ def keep_best(scores: np.ndarray, budget: int, *, protected: np.ndarray, units: 
             budget=budget,
         )
     free = ~protected
+    scores = np.round(scores, _DECIMALS)
     sums = np.bincount(units, weights=np.where(free, scores, 0.0))
-    means = sums / np.maximum(np.bincount(units, weights=free), 1)
+    means = np.round(sums / np.maximum(np.bincount(units, weights=free), 1), _DECIMALS)
     rank = np.empty(len(means), dtype=np.int64)
     rank[np.lexsort((-np.arange(len(means)), -means))] = np.arange(len(means))
     order = np.lexsort((np.arange(len(scores)), -scores, rank[units], ~protected))

@@ -17,6 +17,7 @@ from rlhf_data import BaseConfig, UserError, atomic_folder, atomic_write_json
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.compression.budget import LONGEST_UNIT, keep_best, protection, sentence_numbers
 from rlhf_models.compression.scores import contrasts, question_likelihoods, surprisals
+from rlhf_models.language_model.dropout import evaluating
 from rlhf_models.language_model.encoding import encode_completion
 from rlhf_models.language_model.head import causal_lm
 from rlhf_models.language_model.logps import check_packing
@@ -97,7 +98,8 @@ class ContextCompressor:
                 key="units",
             )
         check_tokenizer_fits(causal_lm(model).config, tokenizer)
-        check_packing(prepare_for_packing(model))
+        with evaluating(model):
+            check_packing(prepare_for_packing(model))
         self.model, self.tokenizer = model, tokenizer
 
     def compress_text(
@@ -118,8 +120,14 @@ class ContextCompressor:
             protect: strings that are kept wherever they occur, such as names and numbers.
 
         Raises:
-            UserError: see `compress_batch`; or a text has a part without token.
+            UserError: see `compress_batch`; a text has a part without token; `protect` is no list of texts.
         """
+        if isinstance(protect, str) or not all(protect):
+            raise UserError(
+                f"protect is {protect!r}; expected a list of texts, none of them empty",
+                code="invalid_value",
+                key="protect",
+            )
         ids = [encode_completion(self.tokenizer, text) for text in texts]
         asked = None
         if questions is not None:
@@ -248,7 +256,7 @@ class ContextCompressor:
 
     def _spans(self, text: str, strings: Iterable[str]) -> list[Span]:
         """Token spans of all places where strings occur in a text."""
-        wanted = [string for string in strings if string and string in text]
+        wanted = [string for string in strings if string in text]
         if not wanted:
             return []
         if not self.tokenizer.is_fast:
