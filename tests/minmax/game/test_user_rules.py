@@ -39,7 +39,7 @@ class Vague(TextRules):
 
 class Late(TextRules):
     def rival(self, record):
-        return record.choices[0] if "day 0" in record.story else record.choices[9]
+        return record.choices[9] if record.story == "Odd." else record.choices[0]
 
 class Odd(TextRules):
     def __init__(self):
@@ -102,7 +102,7 @@ def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, n
 
 def test_an_error_in_the_middle_of_a_run_names_the_row(load: Any, tmp_path: Path) -> None:
     stories = load(f"{tmp_path}/mine.py:Late")
-    late = next(record for record in stories.train if "day 0." not in record.story)
+    late = replace(stories.train[0], story="Odd.", where="rows.jsonl, line 99")
     with pytest.raises(UserError) as caught:
         stories.prompts.rules.rival(late)
     assert caught.value.code == "rules_failed" and caught.value.fields["method"] == "rival"
