@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from rlhf_minmax.evaluation.exploitability import BestResponse, Exploitability
 from rlhf_minmax.evaluation.measure_game import measure_game
 from rlhf_minmax.game.prompts import Prompts
 from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.past_players import Member
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.scorers.loading import HeldOut
@@ -135,11 +136,14 @@ def keys_of(heading: str) -> set[str]:
 def test_keys_of_the_game(pipeline: MinMaxPipeline, tmp_path: Path) -> None:
     written: set[str] = set()
     held_out = HeldOut(LengthReward(), RuleJudge())
-    for adversary in (True, False):
-        run = RunFolder.create(tmp_path / str(adversary))
-        MinMaxTrainer(
-            pipeline, CONFIG, RECORDS, RECORDS, run=run, adversary=adversary, held_out=held_out
-        ).train()
+    validated = replace(pipeline, judge=Validator(pipeline.prompts.rules))
+    for name, game, adversary in (
+        ("judged", pipeline, True),
+        ("validated", validated, True),
+        ("plain", pipeline, False),
+    ):
+        run = RunFolder.create(tmp_path / name)
+        MinMaxTrainer(game, CONFIG, RECORDS, RECORDS, run=run, adversary=adversary, held_out=held_out).train()
         written |= {key for row in run.read_metrics() for key in row}
     of_step = {key for key in written if not key.startswith("eval_")}
     of_one = re.compile(r"(constraint|dual)/(\w+)/")
