@@ -31,6 +31,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "kl_k2": (["logps", "ref_logps"], {}),
     "kl_k3": (["logps", "ref_logps"], {}),
     "kto_loss": (["logps", "ref_logps", "labels"], {"kl": 0.5, "beta": 0.1}),
+    "label_calibration": (["scores", "labels"], {}),
     "next_token_loss": (["logps", "weights"], {}),
     "outcome_ranking": (["step_scores", "step_owner"], {"how": "mean", "margins": torch.zeros(1)}),
     "pair_calibration": (["chosen_rewards", "rejected_rewards"], {}),

@@ -58,7 +58,7 @@ def label_calibration(scores: Tensor, labels: Tensor, *, num_bins: int = 10) -> 
     check_flat(scores, labels=labels)
     probability = torch.sigmoid(scores.detach())
     bins = (probability * num_bins).long().clamp(max=num_bins - 1)
-    return probability.new_zeros(num_bins).index_add(0, bins, probability - labels)
+    return probability.new_zeros(num_bins).index_add(0, bins, probability - labels.to(probability.dtype))
 
 
 def calibration_error(gaps: Tensor, count: Tensor | int) -> Tensor:
