@@ -6,7 +6,7 @@
 All arms of a seed start from the same base and flawed reward model, make as many updates of the policy on as
 many answers, and use the same labelled stories: constraint, made-up answers, break-even weight, built judge,
 and what the other arms learn from.  The base was made from truthful texts of all stories, as a pretrained
-model is made from text of the world; that is no label of the game.
+model is made from text of the world; the game does not count that as labels.
 
 - `minmax`: the defaults; the monitor learns on as many labelled stories per step as the policy plays.
 - `minmax_all`: the monitor learns on the policy's stories, labelled or not.

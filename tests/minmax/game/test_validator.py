@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from raises import raises_error
@@ -108,5 +107,5 @@ def test_rows_need_rules_that_say_what_refutes(tmp_path: Path) -> None:
     rules = load(rules=f"{tmp_path}/mine.py:Mine").prompts.rules
     record = load(rules=f"{tmp_path}/mine.py:Mine").train[0]
     assert rules.refutes(record, record.story.split(". ")[0] + ".", "Ann")
-    with pytest.raises(NotImplementedError):
+    with raises_error("no_validator"):
         TextRules().refutes(record, "", "Ann")

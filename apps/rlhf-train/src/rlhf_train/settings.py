@@ -37,7 +37,7 @@ def config_class(method: str) -> type[BaseModel]:
     """The class of a command's settings.
 
     Raises:
-        UserError: there is no such command.
+        UserError: the command is unknown.
     """
     from rlhf_algos import METHODS
 

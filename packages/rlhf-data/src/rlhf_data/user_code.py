@@ -26,7 +26,7 @@ def import_object(path: str, *, what: str) -> Any:
         what: what is imported, for messages: a setting or an option.
 
     Raises:
-        UserError: there is no such file or object, or its module cannot be imported.
+        UserError: the file or object does not exist, or its module cannot be imported.
     """
     module_name, colon, attributes = path.rpartition(":")
     if not colon:
@@ -69,7 +69,7 @@ def _file_module(file: str, wanted: str) -> types.ModuleType:
     """Run a Python file as a module with a unique name; it may import modules next to it."""
     full = Path(file).resolve()
     if not full.is_file():
-        raise UserError(f"{wanted}: there is no file {file}; check the path", code="file_not_found")
+        raise UserError(f"{wanted}: file {file} does not exist; check the path", code="file_not_found")
     name = f"user_file_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_data import QARecord
+from rlhf_data import QARecord, UserError
 
 POLICY_TEMPLATE = "{prompt}answer:"
 """Default prompt of the policy; `{prompt}` is the record rendered by the data set's own template."""
@@ -137,10 +137,16 @@ class TextRules:
     def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
         """Whether evidence is true and contradicts a claim: what a `validator` judge asks, a call each time.
 
-        In any text a sentence that names another choice need not, so that rules without an override have no
-        validator.
+        In arbitrary text a sentence that names another choice need not, so a validator needs an override.
+
+        Raises:
+            UserError: the rules do not override this method.
         """
-        raise NotImplementedError
+        raise UserError(
+            f"{type(self).__name__} does not say when evidence refutes an answer; override refutes(record, "
+            "evidence, claim)",
+            code="no_validator",
+        )
 
 
 def _words(text: str) -> list[str]:

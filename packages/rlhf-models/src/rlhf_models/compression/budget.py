@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,14 +68,14 @@ def protection(
     return protected
 
 
-def sentence_numbers(tokenizer: object, ids: Sequence[int]) -> np.ndarray:
+def sentence_numbers(tokenizer: Any, ids: Sequence[int]) -> np.ndarray:
     """(T,) number of the sentence of each token.
 
     A sentence ends with a token that ends in a full stop, question or exclamation mark before a space, or
     with a line, and after `LONGEST_UNIT` tokens.
     """
     distinct, at = np.unique(np.asarray(ids), return_inverse=True)
-    words = tokenizer.convert_ids_to_tokens(distinct.tolist())  # type: ignore[attr-defined]
+    words = tokenizer.convert_ids_to_tokens(distinct.tolist())
     stops = np.array([word.rstrip("\"')]").endswith((".", "!", "?")) for word in words])[at]
     lines = np.array(["\n" in word or "Ċ" in word for word in words])[at]
     spaces = np.array([word.startswith((" ", "Ġ", "▁", "\n", "Ċ")) for word in words])[at]

@@ -120,7 +120,7 @@ class ContextCompressor:
             protect: strings that are kept wherever they occur, such as names and numbers.
 
         Raises:
-            UserError: see `compress_batch`; a text has a part without token; `protect` is no list of texts.
+            UserError: see `compress_batch`; part of a text has no token; or `protect` is not a list of texts.
         """
         if isinstance(protect, str) or not all(protect):
             raise UserError(
@@ -196,7 +196,7 @@ class ContextCompressor:
             **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
 
         Raises:
-            UserError: the folder is no compressor's, or cannot be read.
+            UserError: the folder does not hold a compressor, or cannot be read.
         """
         path = Path(folder) / _SETTINGS_FILE
         if not path.is_file():
