@@ -21,6 +21,7 @@ from accelerate import PartialState
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_data import RunFolder
 from rlhf_models import (
+    JudgeModel,
     LoraSettings,
     ProcessRewardModel,
     RewardEnsemble,
@@ -60,6 +61,7 @@ KINDS = {"sft": "sequences", "preference": "pairs", "steps": "steps", "kto": "la
 MODELS: dict[str, Callable[[], Any]] = {
     "policy": lm,
     "reward": reward,
+    "judge": lambda: JudgeModel.from_backbone(lm(), TOKENIZER),
     "prm": lambda: ProcessRewardModel.from_backbone(lm(), TOKENIZER),
 }
 JOBS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {

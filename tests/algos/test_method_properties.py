@@ -14,6 +14,7 @@ from rlhf_algos import METHODS
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder
 from rlhf_models import (
+    JudgeModel,
     LoraSettings,
     ProcessRewardModel,
     RewardEnsemble,
@@ -44,6 +45,7 @@ MODELS: dict[str, Callable[[float], Any]] = {
     "lora": lambda dropout: add_adapters(_lm(), ["default"], _lora(dropout)),
     "reward": lambda dropout: RewardModel.from_backbone(_lm(), TOKENIZER),
     "reward-lora": lambda dropout: RewardModel.from_backbone(_lm(), TOKENIZER).add_lora(_lora(dropout)),
+    "judge": lambda dropout: JudgeModel.from_backbone(_lm(), TOKENIZER),
     "members": lambda dropout: _ensemble("independent"),
     "adapters": lambda dropout: _ensemble("adapters"),
     "heads": lambda dropout: _ensemble("heads"),
