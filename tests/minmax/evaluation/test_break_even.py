@@ -65,13 +65,13 @@ def test_the_gaps_and_the_weight_by_hand(game, scripted):
     scripted(lambda prompt, sample: " nothing")
     found = check(*game, bait=3.0, believed=0.9)
     # ΔR = 3 - 1; ΔJ = 0.9 - 0.1 with truthful critiques, 0.5 - 0.5 with unparsable ones;
-    # break-even 2 / 0.8 = 2.5, never at the start; the weight is 1.75 · 2.5.
+    # break-even 2 / 0.8 = 2.5, never at the start; the weight is 2 · 2.5.
     assert found.delta_reward == pytest.approx(2.0)
     assert found.delta_judge_truthful == pytest.approx(0.8)
     assert found.delta_judge_start == pytest.approx(0.0)
     assert found.break_even_truthful == pytest.approx(2.5) and found.break_even_start is None
-    assert found.w_judge == pytest.approx(4.375)
-    # On every story 4.375 · 0.8 > 2, and 4.375 · 0 < 2.
+    assert found.w_judge == pytest.approx(5.0)
+    # On every story 5 · 0.8 > 2, and 5 · 0 < 2.
     assert (found.pays_start, found.pays_truthful) == (0.0, 1.0)
     assert "on 0% of the stories" in found.advice and "only a better monitor makes it pay" in found.advice
     assert found.to_dict()["w_reward"] == 1.0
@@ -149,7 +149,7 @@ def test_truth_pays_on_a_share_of_the_stories(make_game, scripted, w_judge, star
     assert f"on {truthful:.0%} with truthful ones" in found.advice and "frozen" not in found.advice
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.75])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_game_without_reward_has_a_judge_all_the_same(make_game, scripted, factor):
     scripted(lambda prompt, sample: " nothing")
     found = check(*make_game("game.w_reward=0", f"game.break_even_factor={factor}"), bait=3.0, believed=0.9)

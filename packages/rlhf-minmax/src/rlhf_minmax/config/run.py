@@ -173,7 +173,7 @@ class GameConfig(BaseConfig):
     w_judge: float | None = Field(default=None, ge=0)
     """Weight of the judge's standardised score; null takes break_even_factor times the break-even weight,
     at least w_reward, and 1 where that is 0."""
-    break_even_factor: float = Field(default=1.75, gt=0)
+    break_even_factor: float = Field(default=2.0, gt=0)
     """Safety factor on the break-even weight."""
     adversary_weight: float = Field(default=1.0, ge=-1)
     """Factor on the judge's term in the monitor's reward: 1 plays the game, 0 trains the monitor on the truth
