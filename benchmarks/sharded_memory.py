@@ -46,6 +46,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {},
     "grpo": {"beta": 0.1, "num_generations": 4, "max_completion_length": 16, "reward": ["length:target=8"]},
     "ppo": {"max_completion_length": 16, "reward": ["length:target=8"], "value_model": "separate"},
+    "minmax": {
+        "baseline": False,
+        "force": True,
+        "policy_model": {"max_new_tokens": 8},
+        "monitor_model": {"max_new_tokens": 16},
+        "training": {
+            "max_steps": STEPS,
+            "monitor_warmup_steps": 0,
+            "save_steps": None,
+            "max_kv_tokens": 4096,
+        },
+    },
 }
 
 
@@ -97,6 +109,27 @@ def write_rows(folder: Path, words: int = 12) -> None:
         for p, c, r in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    colours = ["red", "green", "blue"]
+    stories = [
+        {
+            "story": f"{text}. It is {colours[i % 3]}.",
+            "question": "Which?",
+            "choices": colours,
+            "answer": i % 3,
+        }
+        for i, text in enumerate(texts)
+    ]
+    (folder / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stories))
+
+
+def make_scorers(model: Path) -> None:
+    """Write a reward model and a judge of the model's size beside it: its weights and a head."""
+    from rlhf_models import JudgeModel, RewardModel, load_causal_lm, load_tokenizer
+
+    tokenizer = load_tokenizer(str(model))
+    for kind, name in ((RewardModel, "reward"), (JudgeModel, "judge")):
+        scorer = kind.from_backbone(load_causal_lm(str(model)), tokenizer)
+        scorer.save_pretrained(model.with_name(f"{model.name}-{name}"))
 
 
 def work(name: str, folder: str, run: str, mode: str) -> None:
@@ -104,29 +137,29 @@ def work(name: str, folder: str, run: str, mode: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    train(name, f"{folder}/small", f"{folder}/pairs.jsonl", f"{run}-small", mode)
+    started = play if name == "minmax" else train
+    started(name, Path(folder, "small"), f"{run}-small", mode)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pin_libraries()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
     before = _peak()
-    found = train(name, f"{folder}/model", f"{folder}/pairs.jsonl", run, mode)
+    found = started(name, Path(folder, "model"), run, mode)
     for key in ("loaded", "stepped"):
         found[key] -= before
     print("MEASURED " + json.dumps(found), flush=True)
 
 
-def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, Any]:
+def train(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
     """Two steps of a job: the peaks of memory, parameters held, the loss of the last step."""
     from rlhf_algos import METHODS, Machine, Parallel, TrainingJob, plan_training
     from rlhf_algos.process_group import world_size
     from rlhf_data import RunFolder
-    from rlhf_models import is_sharded
 
     method = METHODS[name]
     values: dict[str, Any] = {
-        "model_name_or_path": model,
-        "train_data": rows,
+        "model_name_or_path": str(model),
+        "train_data": str(model.with_name("pairs.jsonl")),
         "per_device_train_batch_size": ROWS // world_size(),
         "max_steps": STEPS,
         "learning_rate": 1e-5,
@@ -135,13 +168,7 @@ def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, An
         "save_steps": None,
         **SETTINGS[name],
     }
-    if mode == "fsdp":
-        values["fsdp"] = True
-    if mode == "zero3":
-        path = Path(f"{run}.json")
-        path.write_text(json.dumps({"zero_optimization": ZERO}))
-        values["deepspeed"] = str(path)
-    config = method.resolve(values)
+    config = method.resolve(values | sharding(run, mode))
     memory = plan_training(name, config, Machine(world_size()))["memory"]
     phases = {phase: round(sum(parts.values())) for phase, parts in memory.items()}
     planned = {"planned_load": phases["load"], "planned_peak": max(phases.values())}
@@ -160,10 +187,7 @@ def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, An
         trainer.prepare()
     finally:
         parallel.prepare = prepare
-    held = sum(
-        getattr(p, "ds_tensor", p.to_local() if is_sharded(p) and not hasattr(p, "ds_id") else p).numel()
-        for p in trainer.model.parameters()
-    )
+    held = numbers_held(trainer.model)
     trainer.checkpoints = None
     trainer.run = None
     trainer.events.run = None
@@ -171,6 +195,59 @@ def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, An
     for step in range(STEPS):
         metrics = trainer.train_step([trainer.examples[i] for i in range(step * size, (step + 1) * size)])
     return {**peaks, **planned, "stepped": _peak(), "held": held, "loss": metrics["loss"]}
+
+
+def play(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
+    """Two steps of the game with a reward model and a judge of the players' size; as `train`."""
+    from rlhf_algos import Machine
+    from rlhf_algos.process_group import world_size
+    from rlhf_minmax import MinMaxConfig, MinMaxTrainer, build_game, load_stories, measure_scales
+    from rlhf_minmax.run.dry_run import plan_run
+
+    def part(kind: str) -> dict[str, str]:
+        return {"model_name": f"{model}-{kind}" if kind else str(model)}
+
+    own = SETTINGS[name]
+    config = MinMaxConfig.from_dict(
+        own
+        | {
+            "policy_model": own["policy_model"] | part(""),
+            "monitor_model": own["monitor_model"] | part(""),
+            "reward_model": part("reward"),
+            "judge_model": part("judge"),
+            "data": {"train_data": str(model.with_name("stories.jsonl")), "train_stories": 64},
+            "training": own["training"] | {"batch_size": ROWS} | sharding(run, mode),
+        }
+    )
+    [memory] = plan_run(config, Machine(world_size()))["memory"].values()
+    phases = {phase: round(sum(parts.values())) for phase, parts in memory.items()}
+    stories = load_stories(config)
+    pipeline = build_game(config, stories).pipeline
+    found = {"loaded": _peak(), "planned_load": phases["load"], "planned_peak": max(phases.values())}
+    pipeline, _ = measure_scales(pipeline, stories.train[:ROWS], seed=config.seed)
+    trainer = MinMaxTrainer(pipeline, config, stories.train)
+    metrics = [trainer.train_step() for _ in range(STEPS)][-1]
+    held = numbers_held(pipeline.players.policy.model)
+    return {**found, "stepped": _peak(), "held": held, "loss": metrics["minmax/value"]}
+
+
+def sharding(run: str, mode: str) -> dict[str, Any]:
+    """Settings that shard a job's models."""
+    if mode != "zero3":
+        return {"fsdp": True} if mode == "fsdp" else {}
+    path = Path(f"{run}.json")
+    path.write_text(json.dumps({"zero_optimization": ZERO}))
+    return {"deepspeed": str(path)}
+
+
+def numbers_held(model: Any) -> int:
+    """Of a model's parameters, how many this process holds."""
+    from rlhf_models import is_sharded
+
+    return sum(
+        getattr(p, "ds_tensor", p.to_local() if is_sharded(p) and not hasattr(p, "ds_id") else p).numel()
+        for p in model.parameters()
+    )
 
 
 def pin_libraries() -> None:
@@ -204,7 +281,7 @@ def measure(name: str, mode: str, processes: int, folder: Path) -> dict[str, Any
     done = subprocess.run([*start, *arguments], env=env, capture_output=True, text=True, check=False)
     said = re.findall(r"MEASURED (\{.*?\})", done.stdout)  # processes may print into one line
     if len(said) != processes:
-        raise SystemExit(f"{name} on {processes} processes ({mode}) failed: {done.stderr[-3000:]}")
+        raise SystemExit(f"{name} on {processes} processes ({mode}) failed: {done.stderr[-20000:]}")
     found = [json.loads(each) for each in said]
     return {key: max(each[key] for each in found) for key in found[0]}
 
@@ -230,6 +307,9 @@ def main() -> None:
         model = make_model(folder / "model", options.parameters, options.hidden)
         make_model(folder / "small", options.parameters // 100, hidden=96)
         write_rows(folder)
+        if "minmax" in options.jobs:
+            for size in ("model", "small"):
+                make_scorers(folder / size)
         rows: list[dict[str, Any]] = []
         for job in options.jobs:
             alone = measure(job, "one", 1, folder)

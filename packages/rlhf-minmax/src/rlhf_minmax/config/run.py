@@ -232,7 +232,8 @@ class DemoSettings(BaseConfig):
     """Smallest share of the stories that must name their right choice; base and judge learn from those."""
     min_verdict_accuracy: float = Field(default=0.98, ge=0, le=1)
     """Share of true verdicts on truthful evidence that the base must reach on training stories; up to three
-    further passes of a third of pretrain_steps are made for it."""
+    further passes of a third of pretrain_steps are made for it, and up to two fresh starts from other initial
+    weights where it stays below 0.7."""
     min_judge_accuracy: float = Field(default=0.9, ge=0, le=1)
     """Share of training stories on which the judge must prefer the right answer, shown truthful critiques."""
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def demo_models(
             on_base=lambda accuracy: _check_gates({"verdict_accuracy": accuracy}, settings, force=force),
         )
         with atomic_folder(folder) as temporary, one_thread():
-            builder.build(untrained_base(tokenizer, settings, seed=seed), temporary)
+            builder.build(partial(untrained_base, tokenizer, settings), temporary)
     models = DemoModels(folder / "base", folder / "reward", folder / "judge")
     _check_gates(_gates(models), settings, force=force)
     return models
@@ -176,7 +177,7 @@ def build_seconds(
     arguments are those of `demo_models`, and the tokenizer that `demo_tokenizer` returns for them.
     """
     builder = DemoBuilder(records, prompts, settings, tokenizer, seed=seed)
-    base = untrained_base(tokenizer, settings, seed=seed)
+    base = untrained_base(tokenizer, settings, seed)
     reward = RewardModel.from_backbone(base, tokenizer, seed=seed)
     stages = (
         (settings.pretrain_steps, lambda: builder.pretrain(base, 1)),
@@ -238,7 +239,7 @@ def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: Demo
     return train_byte_tokenizer([*texts, " so right", " so wrong"], settings.vocab_size)
 
 
-def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreTrainedModel:
+def untrained_base(tokenizer: Any, settings: DemoSettings, seed: int) -> PreTrainedModel:
     """The base of the demonstration models as it is before its first training step."""
     sizes = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "max_positions")}
     return tiny_base(tokenizer, seed=seed, **sizes)

@@ -39,6 +39,9 @@ from rlhf_models import (
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""
 _EXTRA_PASSES = 3
+_BASE_ATTEMPTS = 3
+_STUCK = 0.7
+"""Below this share of true verdicts after a further pass, more of the same weights do not help."""
 _REWARD_ATTEMPTS = 3
 _PLANTED_GAP = 1.0
 _CENTRING = 0.02
@@ -89,9 +92,9 @@ class DemoBuilder:
         self.rng = random.Random(seed)
         self.teacher = Teacher(self.rules, records, self.rng)
 
-    def build(self, base: PreTrainedModel, folder: Path) -> None:
-        """Train everything, the base from what it is, and write it into `folder`."""
-        verdicts = self._pretrain(base)
+    def build(self, fresh: Callable[[int], PreTrainedModel], folder: Path) -> None:
+        """Train everything and write it into `folder`; `fresh` gives an untrained base for a seed."""
+        base, verdicts = self.pretrained(fresh)
         if self.on_base:
             self.on_base(verdicts)
         self.fine_tune(base, self.settings.sft_steps)
@@ -109,19 +112,30 @@ class DemoBuilder:
         end = encode_completion(self.tokenizer, completion)
         return TokenSequence([*start, *end, self.tokenizer.eos_token_id], len(start))
 
-    def _pretrain(self, base: PreTrainedModel) -> float:
-        """Correct answers and critiques, for as long as verdicts need; their accuracy in the end.
+    def pretrained(self, fresh: Callable[[int], PreTrainedModel]) -> tuple[PreTrainedModel, float]:
+        """A base that learned correct answers and critiques, and its share of true verdicts.
 
         Verdicts come last and all at once; a base that is let go too early spoils every model made from it.
+        From some initial weights they do not come at all: then it is trained again from others.
         """
+        enough = min(_STUCK, self.settings.min_verdict_accuracy)
+        base, accuracy = self._attempt(fresh(self.seed))
+        for attempt in range(1, _BASE_ATTEMPTS):
+            if accuracy >= enough:
+                break
+            base, accuracy = self._attempt(fresh(self.seed + attempt))
+        return base, accuracy
+
+    def _attempt(self, base: PreTrainedModel) -> tuple[PreTrainedModel, float]:
+        """The base after a pass, and after further ones while they help, with its share of true verdicts."""
         self.pretrain(base, self.settings.pretrain_steps)
         accuracy = self._verdict_accuracy(base)
-        for _ in range(_EXTRA_PASSES):
-            if accuracy >= self.settings.min_verdict_accuracy:
+        for further in range(_EXTRA_PASSES):
+            if accuracy >= self.settings.min_verdict_accuracy or (further and accuracy < _STUCK):
                 break
             self.pretrain(base, max(1, self.settings.pretrain_steps // 3))
             accuracy = self._verdict_accuracy(base)
-        return accuracy
+        return base, accuracy
 
     def pretrain(self, base: PreTrainedModel, steps: int) -> None:
         """Answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
