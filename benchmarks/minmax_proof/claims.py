@@ -17,7 +17,8 @@ the clipped policy gradient with groups; a monitor earns 1 for a false claim.
   a challenge by random ones.
 - `adversary_reads`: one that was first taught on made-up reports to find the false claim (its labels are of
   made-up reports, no calls).
-- `adversary_k`, `adversary_reads_k`: both with the penalty times k.
+- `reader`: the same one, which does not learn in the game.
+- `adversary_k`, `adversary_reads_k`: both learning ones with the penalty times k.
 
 After RLAC (arXiv:2511.01758), whose critics name what to validate.  Per step: calls so far, share of false
 claims, share of reports that take the bait where it is false.  Prints JSON with calls until the bait is taken
@@ -55,6 +56,7 @@ ARMS = (
     "exhaustive",
     "adversary",
     "adversary_reads",
+    "reader",
     "adversary_k",
     "adversary_reads_k",
 )
@@ -127,8 +129,8 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
     tokenizer, base, reader = build(k, flaws, seed, work)
     policy = Player(base, tokenizer)
     monitor = None
-    if arm.startswith("adversary"):
-        taught = reader if "reads" in arm else teach_form(base, tokenizer, k, flaws, seed, work)
+    if arm == "reader" or arm.startswith("adversary"):
+        taught = reader if "read" in arm else teach_form(base, tokenizer, k, flaws, seed, work)
         monitor = Player(taught, tokenizer)
     weight = PENALTY * (k if arm.endswith("_k") else 1)
     rng, calls = random.Random(10_000 + seed), 0
@@ -159,7 +161,7 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
             for i, name in named.items():
                 found[i] = float(name in false[i])
             rewards -= weight * found
-            if monitor is not None:
+            if monitor is not None and arm != "reader":
                 paid = torch.tensor([float(found[i]) - (named[i] is None) for i in readable])
                 monitor.learn(written, paid, torch.zeros(len(readable), dtype=torch.long), updates=4)
         group = torch.arange(STORIES).repeat_interleave(GROUP)
