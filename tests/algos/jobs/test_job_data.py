@@ -156,6 +156,17 @@ def test_ties_are_left_out_where_that_is_wanted(pairs_file, caplog):
     assert f"ties of {pairs_file}: 1" in caplog.text
 
 
+@pytest.mark.parametrize(("labels", "warned"), [([True], True), ([False], True), ([True, False], False)])
+def test_rows_of_one_label_are_warned_about(tmp_path, caplog, labels, warned):
+    rows = [{"prompt": f"p{i}", "completion": "c", "label": labels[i % len(labels)]} for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("judge", "kto"):
+        caplog.clear()
+        load_rows(METHODS[name], METHODS[name].resolve({"train_data": str(path)}))
+        assert ("one label" in caplog.text) == warned
+
+
 def test_a_stratified_split_holds_out_the_share_exactly(pairs_file):
     method = METHODS["sft"]
     settings = {"train_data": pairs_file, "eval_fraction": 0.2, "split": "stratified"}

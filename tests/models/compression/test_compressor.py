@@ -43,6 +43,13 @@ def test_a_text_within_the_budget_comes_back_whole():
     assert (found.text, found.ratio, len(found.kept)) == (TEXT, 1.0, len(IDS))
 
 
+@pytest.mark.parametrize("texts", [("so \ud800", "?", []), ("so", "\udfff", []), ("so", "?", ["\ud800"])])
+def test_half_of_a_surrogate_pair_is_refused(texts):
+    text, question, protect = texts
+    with raises_error("not_unicode"):
+        compressor().compress_text(text, question, protect=protect)
+
+
 def test_protected_strings_questions_and_ends_are_kept():
     found = compressor(keep_first=1, keep_last=2).compress_text(TEXT, "says in", protect=["shed", "none"])
     assert "says in" in found.text and "shed" in found.text

@@ -84,6 +84,7 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
     if config.streaming:
         return _streamed(method, config, check)
     train, skipped = _read(config.train_data, method, config, config.subset_size, check)
+    _warn_of_one_label(train, config)
     if config.eval_data is not None:
         held_out, more = _read(config.eval_data, method, config, None, check)
         _warn_of_shared_prompts(train, held_out, config)
@@ -337,6 +338,20 @@ def _warn_of_dropped(name: str, count: int, messages: Sequence[str], max_length:
             name,
             max_length,
             first,
+        )
+
+
+def _warn_of_one_label(train: Sequence[Any], config: JobConfig) -> None:
+    labels = {getattr(record, "label", None) for record in train} - {None}
+    if len(labels) == 1:
+        own, other = ("true", "false") if labels.pop() else ("false", "true")
+        _LOG.warning(
+            "all %d rows of %s are labelled %s, and from one label nobody learns to tell good from bad; add "
+            "rows labelled %s",
+            len(train),
+            config.train_data,
+            own,
+            other,
         )
 
 

@@ -68,6 +68,17 @@ class CompressedText:
     ratio: float
 
 
+def _check_unicode(text: str, number: int, num_texts: int) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        which = f"text {number}" if number < num_texts else f"question or protected text {number - num_texts}"
+        raise UserError(
+            f"{which}: character {error.start} is half of a surrogate pair, which is not text; correct it",
+            code="not_unicode",
+        ) from error
+
+
 class ContextCompressor:
     """Cuts texts to an exact number of their own tokens, in their own order, without training.
 
@@ -120,8 +131,11 @@ class ContextCompressor:
             protect: strings that are kept wherever they occur, such as names and numbers.
 
         Raises:
-            UserError: see `compress_batch`; part of a text has no token; or `protect` is not a list of texts.
+            UserError: see `compress_batch`; part of a text has no token; half of a surrogate pair is in a
+                text; or `protect` is not a list of texts.
         """
+        for number, text in enumerate([*texts, *(questions or ()), *protect]):
+            _check_unicode(text, number, len(texts))
         if isinstance(protect, str) or not all(protect):
             raise UserError(
                 f"protect is {protect!r}; expected a list of texts, none of them empty",
