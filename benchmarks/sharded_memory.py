@@ -16,12 +16,14 @@ import argparse
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "policy_model": {"max_new_tokens": 8},
         "monitor_model": {"max_new_tokens": 16},
         "training": {
+            "batch_size": 4,
             "max_steps": STEPS,
             "monitor_warmup_steps": 0,
-            "save_steps": None,
+            "monitor_updates_per_policy": 1,
+            "policy_updates": 1,
+            "max_tokens_per_batch": 1024,
             "max_kv_tokens": 4096,
+            "save_steps": None,
         },
     },
 }
@@ -120,6 +126,17 @@ def write_rows(folder: Path, words: int = 12) -> None:
         for i, text in enumerate(texts)
     ]
     (folder / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stories))
+
+
+def write_inputs(folder: Path, options: argparse.Namespace) -> dict[str, int]:
+    """Write models and rows; what `make_model` says of the large one."""
+    write_rows(folder)
+    make_model(folder / "small", options.parameters // 100, hidden=96)
+    model = make_model(folder / "model", options.parameters, options.hidden)
+    if "minmax" in options.jobs:
+        for size in ("model", "small"):
+            make_scorers(folder / size)
+    return model
 
 
 def make_scorers(model: Path) -> None:
@@ -216,7 +233,7 @@ def play(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
             "reward_model": part("reward"),
             "judge_model": part("judge"),
             "data": {"train_data": str(model.with_name("stories.jsonl")), "train_stories": 64},
-            "training": own["training"] | {"batch_size": ROWS} | sharding(run, mode),
+            "training": own["training"] | sharding(run, mode),
         }
     )
     [memory] = plan_run(config, Machine(world_size()))["memory"].values()
@@ -224,7 +241,7 @@ def play(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
     stories = load_stories(config)
     pipeline = build_game(config, stories).pipeline
     found = {"loaded": _peak(), "planned_load": phases["load"], "planned_peak": max(phases.values())}
-    pipeline, _ = measure_scales(pipeline, stories.train[:ROWS], seed=config.seed)
+    pipeline, _ = measure_scales(pipeline, stories.train[:4], seed=config.seed)
     trainer = MinMaxTrainer(pipeline, config, stories.train)
     metrics = [trainer.train_step() for _ in range(STEPS)][-1]
     held = numbers_held(pipeline.players.policy.model)
@@ -304,12 +321,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(folder / "model", options.parameters, options.hidden)
-        make_model(folder / "small", options.parameters // 100, hidden=96)
-        write_rows(folder)
-        if "minmax" in options.jobs:
-            for size in ("model", "small"):
-                make_scorers(folder / size)
+        # In a process of its own, so that the models leave memory before anything is measured.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            model = pool.submit(write_inputs, folder, options).result()
         rows: list[dict[str, Any]] = []
         for job in options.jobs:
             alone = measure(job, "one", 1, folder)
