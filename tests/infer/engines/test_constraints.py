@@ -115,6 +115,12 @@ def test_what_is_not_enforced_is_refused(engine: TransformersEngine, schema: Any
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
+def test_a_constraint_that_would_compile_for_long_is_refused(engine: TransformersEngine, kind: Any) -> None:
+    with raises_error("invalid_grammar", kind=kind):
+        engine.compile(Constraint(kind, json.dumps({"enum": ["x" * 50 + str(i) for i in range(2000)]})))
+
+
 def test_a_deep_schema_is_refused_and_a_shallow_one_is_not() -> None:
     schema: Any = {"type": "null"}
     for _ in range(20):

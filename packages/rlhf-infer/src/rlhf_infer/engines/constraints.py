@@ -20,6 +20,8 @@ _CACHE_BYTES = 1 << 28
 """Of the compiled grammars that are kept for later requests."""
 _MOST_BLANKS = 8
 """Blanks in a row between the parts of a JSON text; a weak model could else write nothing but blanks."""
+_LONGEST = 1 << 16
+"""Characters of a constraint: compiling takes seconds at this length, and nothing can break it off."""
 _REASON = 200
 """Characters of the compiler's reason that a message shows."""
 
@@ -83,8 +85,16 @@ class Grammars:
         """The grammar of a constraint; safe to be called from several threads.
 
         Raises:
-            UserError: it is malformed, or asks for what is not enforced.
+            UserError: it is malformed or too long, or asks for what is not enforced.
         """
+        name = constraint.kind.replace("_", " ")
+        if len(constraint.value) > _LONGEST:
+            raise UserError(
+                f"the {name} has {len(constraint.value):,} characters; expected at most {_LONGEST:,}; "
+                "make it shorter",
+                code="invalid_grammar",
+                kind=constraint.kind,
+            )
         try:
             if constraint.kind == "json_schema":
                 check_schema(json.loads(constraint.value))
@@ -99,7 +109,7 @@ class Grammars:
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).rpartition(".cc:")[2].partition(" ")[2] or str(error)
             raise UserError(
-                f"the {constraint.kind.replace('_', ' ')} cannot be used: {reason.strip()[:_REASON]}",
+                f"the {name} cannot be used: {reason.strip()[:_REASON]}",
                 code="invalid_grammar",
                 kind=constraint.kind,
             ) from error
