@@ -95,15 +95,14 @@ def test_a_long_limit_takes_up_no_room(lively_model: Any) -> None:
 
 
 SETTINGS = {
-    "sampled": SamplingParams(400, seed=1),
-    "greedy": SamplingParams(400, temperature=0),
-    "penalties": SamplingParams(400, temperature=0.7, seed=2, repetition_penalty=1.2, frequency_penalty=0.1),
-    "log-probs": SamplingParams(400, temperature=0.7, seed=3, top_p=0.9, top_logprobs=2, raw_logprobs=True),
+    "sampled": SamplingParams(300, seed=1),
+    "greedy": SamplingParams(300, temperature=0),
+    "penalties": SamplingParams(300, temperature=0.7, seed=2, repetition_penalty=1.2, frequency_penalty=0.1),
+    "log-probs": SamplingParams(300, temperature=0.7, seed=3, top_p=0.9, top_logprobs=2, raw_logprobs=True),
 }
 
 
-@pytest.mark.parametrize("prefixes", [0, 256])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("settings", "prefixes"), [*((name, 0) for name in SETTINGS), ("sampled", 256)])
 def test_the_youngest_pauses_and_no_token_changes(settings: str, prefixes: int, lively_model: Any) -> None:
     model, params = lively_model(max_position_embeddings=512), SETTINGS[settings]
     bound = 900 + 3 * len(SYSTEM) * bool(prefixes)
@@ -136,7 +135,7 @@ def test_the_youngest_pauses_and_no_token_changes(settings: str, prefixes: int, 
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen3", "gpt2"])
 def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=512)
-    assert within_window(model, 307) == (name != "gemma2")
+    assert within_window(model, 307) == (name not in ("gemma2", "mistral"))
     engine, params = (
         TransformersEngine(model, _Tokenizer(), max_batch_tokens=500),
         SamplingParams(300, seed=5),
