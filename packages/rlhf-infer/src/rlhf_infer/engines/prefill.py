@@ -63,7 +63,8 @@ def prefill(
         for sequence in known:
             prefixes.free(sequence)
     for place, prompt in enumerate(prompts):
-        keep_prefix(prefixes, prompt, cache, place)
+        if len(prompt) - starts[place] >= prefixes.block_size:
+            keep_prefix(prefixes, prompt, cache, place)
     return cache, torch.stack([hidden[place] for place in range(len(prompts))])
 
 

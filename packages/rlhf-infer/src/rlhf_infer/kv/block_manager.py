@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+_WIDTH = array("q").itemsize
 
 
 class OutOfBlocks(RuntimeError):
@@ -83,18 +84,18 @@ class BlockManager:
 
     def start(self, tokens: Sequence[int]) -> int:
         """A new sequence, which holds the known full blocks that `tokens` begin with; its number."""
-        sequence = _Sequence([], [], self._root)
-        for first in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            part = tokens[first : first + self.block_size]
-            digest = _digest(sequence.digest, part)
+        sequence, size = _Sequence([], [], self._root), self.block_size
+        data = _bytes(tokens)
+        for first in range(0, len(tokens) - size + 1, size):
+            digest = _digest(sequence.digest, data[_WIDTH * first : _WIDTH * (first + size)])
             block = self._known.get(digest)
             if block is None:
                 break
             self._free.pop(block, None)
             self._holders[block] += 1
             sequence.table.append(block)
-            sequence.tokens += part
             sequence.digest = digest
+        sequence.tokens += tokens[: len(sequence.table) * size]
         self._found += len(sequence.tokens)
         return self._enter(sequence)
 
@@ -124,7 +125,8 @@ class BlockManager:
         first = len(sequence.tokens) // size
         sequence.tokens += tokens
         for place in range(first, len(sequence.tokens) // size):
-            sequence.digest = _digest(sequence.digest, sequence.tokens[place * size : (place + 1) * size])
+            full = _bytes(sequence.tokens[place * size : (place + 1) * size])
+            sequence.digest = _digest(sequence.digest, full)
             if sequence.digest not in self._known:  # else another block has the same contents
                 self._known[sequence.digest] = table[place]
                 self._digests[table[place]] = sequence.digest
@@ -150,7 +152,7 @@ class BlockManager:
     def forget(self) -> None:
         """Let no later sequence find what is there, as for other weights; sequences keep what they hold."""
         # Chains begin elsewhere from now on: what a sequence of before still fills must not be found either.
-        self._root = _digest(self._root, [])
+        self._root = _digest(self._root, b"")
         self._known.clear()
         self._digests = [None] * self.num_blocks
 
@@ -202,10 +204,15 @@ class BlockManager:
         return block
 
 
-def _digest(before: bytes, tokens: Sequence[int]) -> bytes:
+def _bytes(tokens: Sequence[int]) -> bytes:
+    """`_WIDTH` bytes for each token."""
+    return array("q", tokens).tobytes()
+
+
+def _digest(before: bytes, block: bytes) -> bytes:
     """The hash of a block and, through the hash of the one before it, of all that comes before.
 
     A cryptographic one: with others a client can make two texts that collide, and read the answer to the
     wrong one.
     """
-    return hashlib.blake2b(before + np.array(tokens, dtype=np.int64).tobytes(), digest_size=32).digest()
+    return hashlib.blake2b(before + block, digest_size=32).digest()
