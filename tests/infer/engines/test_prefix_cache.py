@@ -143,6 +143,17 @@ def test_the_end_of_the_oldest_prompt_goes_first() -> None:
     assert [known_blocks(known, prompt) for prompt in (first, second)] == [3, 2]
 
 
+def test_blocks_of_another_dtype_are_read_too(lively_model: Any) -> None:
+    model = lively_model(max_position_embeddings=256)
+    plain = TransformersEngine(model, _Tokenizer())
+    cached = TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=1024)
+    params = SamplingParams(4, temperature=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cached.generate(PROMPTS[:1], 1, params)
+    [[expected]], [[found]] = (engine.generate(PROMPTS[:1], 1, params) for engine in (plain, cached))
+    assert found.logps == pytest.approx(expected.logps, abs=0.05)
+
+
 def test_a_pass_that_fails_holds_no_blocks(lively_model: Any) -> None:
     engine = TransformersEngine(
         lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024

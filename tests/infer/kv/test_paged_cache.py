@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -211,18 +211,14 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(
-    max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestOperations.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow
 class TestTenThousandOperations(Operations.TestCase):
     """20 caches, 500 operations each."""
 
-    settings = settings(
-        max_examples=20, stateful_step_count=500, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    settings = settings(max_examples=20, stateful_step_count=500, deadline=None)
 
 
 def step_logits(model: Any, layers: dict[int, tuple[torch.Tensor, torch.Tensor]], token: int) -> torch.Tensor:

@@ -33,14 +33,18 @@ class PromptCache:
 
     def store(self, layer: int, prompts: Tensor, new: tuple[Tensor, Tensor]) -> None:
         """Fill in keys and values (Q, H_kv, L', D) of the first L' tokens of some prompts (Q,)."""
+        for whole, part in zip(self.of(layer, new), new, strict=True):
+            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
+
+    def of(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, to be filled in; of the sizes of `like` (*, H_kv, *, D)."""
         if layer not in self.layers:
             count, longest = len(self.lengths), self.longest
             key, value = (
-                x.new_zeros(count, x.shape[1], longest, x.shape[3], dtype=compute_dtype(x)) for x in new
+                x.new_zeros(count, x.shape[1], longest, x.shape[-1], dtype=compute_dtype(x)) for x in like
             )
             self.layers[layer] = (key, value)
-        for whole, part in zip(self.layers[layer], new, strict=True):
-            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
+        return self.layers[layer]
 
     def keep(self, prompts: Tensor) -> None:
         """Drop all prompts but these."""

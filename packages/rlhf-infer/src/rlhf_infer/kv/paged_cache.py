@@ -83,10 +83,18 @@ class PagedKVCache(BlockManager):
                     whole[:, copy[1]] = whole[:, copy[0]]
                 whole.flatten(1, 2).index_copy_(1, slots.to(whole.device), part.to(whole.dtype))
 
-    def gather(self, number: int, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and values (H_kv, L, D) of a sequence of at least one token, in a layer, copied."""
-        sequence = torch.tensor(self.table(number)), self.length(number)
-        key, value = (_gathered(x, *sequence) for x in self._layers[layer])
+    def gather(
+        self, number: int, layer: int, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A copy of the keys and values (H_kv, L, D) of a sequence of at least one token, in a layer.
+
+        They are written into the first L places of `out`, if it is given.
+        """
+        pair, length = self._layers[layer], self.length(number)
+        key, value = out or (x.new_empty(x.shape[0], length, x.shape[3]) for x in pair)
+        table = torch.tensor(self.table(number), device=pair[0].device)
+        for whole, to in zip(pair, (key, value), strict=True):
+            _copy_blocks(whole, table, to[:, :length])
         return key, value
 
     def swap_out(self, number: int) -> Swapped:
@@ -136,5 +144,15 @@ class PagedKVCache(BlockManager):
         return key, value
 
 
-def _gathered(whole: Tensor, table: Tensor, length: int) -> Tensor:
-    return whole.index_select(1, table.to(whole.device)).flatten(1, 2)[:, :length]
+def _copy_blocks(whole: Tensor, table: Tensor, to: Tensor) -> None:
+    """Copy what blocks (L / block_size,) of (H_kv, N, block_size, D) hold to (H_kv, L, D)."""
+    size = whole.shape[2]
+    full, rest = divmod(to.shape[1], size)
+    if full:
+        blocks = to[:, : full * size].unflatten(1, (full, size))
+        if whole.dtype == to.dtype:
+            torch.index_select(whole, 1, table[:full], out=blocks)
+        else:  # autocast was switched on or off in between
+            blocks.copy_(whole[:, table[:full]])
+    if rest:
+        to[:, full * size :] = whole[:, table[full], :rest]

@@ -40,15 +40,13 @@ class PrefixAttention:
     ) -> Tensor:
         """See `rlhf_models.attention.packed.AttentionPlan`."""
         out = torch.zeros_like(query, dtype=value.dtype)
-        start = 0
+        whole, start = self._cache.of(layer, (key, value)), 0
         for place, sequence, count in zip(self._places, self._sequences, self._counts, strict=True):
             own = slice(start, start + count)
-            keys, values = (
-                torch.cat([known, new[own].transpose(0, 1).to(known.dtype)], 1)
-                for known, new in zip(self._known.gather(sequence, layer), (key, value), strict=True)
-            )
-            at = torch.tensor([place], device=query.device)
-            self._cache.store(layer, at, (keys[None], values[None]))
+            known = self._known.length(sequence)
+            keys, values = (x[place, :, : known + count] for x in whole)
+            self._known.gather(sequence, layer, (keys, values))
+            keys[:, known:], values[:, known:] = (x[own].transpose(0, 1) for x in (key, value))
             out[own] = _attended(query[own], keys, values, options).to(out.dtype)
             start += count
         return out
