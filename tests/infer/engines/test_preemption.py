@@ -6,9 +6,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhf_infer import ContinuousBatcher, NgramDrafter, SamplingParams, SpeculativeDecoder, TransformersEngine
+from rlhf_infer import (
+    ContinuousBatcher,
+    DraftModel,
+    NgramDrafter,
+    SamplingParams,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_infer.engines.prefill import within_window
 from rlhf_infer.kv.decode_attention import BLOCK, room
@@ -41,6 +49,7 @@ class Watched(ContinuousBatcher):
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.most, self.together = 0, 0
+        self.computed: set[int] = set()  # tokens of a row in the last pass before its request had to pause
         self.ready, self.pausing = threading.Event(), threading.Event()
         super().__init__(engine)
         self.submit_work(self.ready.wait)
@@ -48,7 +57,8 @@ class Watched(ContinuousBatcher):
     def _make_room(self) -> None:
         super()._make_room()
         self.together = max(self.together, len(self._running))
-        if self._paused:
+        for each in self._paused:
+            self.computed.add(int(getattr(each.cohort, "_counts", np.ones(1)).max()))
             self.pausing.set()
 
     def _step(self) -> None:
@@ -150,10 +160,14 @@ def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -
     batcher.close()
 
 
-def test_speculation_goes_on_where_it_was(lively_model: Any) -> None:
+@pytest.mark.parametrize("guesses", ["n-grams", "draft model"])
+def test_speculation_goes_on_where_it_was(guesses: str, lively_model: Any) -> None:
     model = lively_model(max_position_embeddings=512)
-    plain, params = TransformersEngine(model, _Tokenizer()), SamplingParams(300, temperature=0, seed=5)
-    engine = SpeculativeDecoder(model, _Tokenizer(), NgramDrafter(), max_batch_tokens=900)
+    drafter: Any = NgramDrafter() if guesses == "n-grams" else DraftModel(model, _Tokenizer(), guesses=3)
+    drafter.measured = False  # so that guesses are made in every pass
+    params = SamplingParams(300, temperature=0, coupled=drafter.couples)
+    plain = TransformersEngine(model, _Tokenizer())
+    engine = SpeculativeDecoder(model, _Tokenizer(), drafter, max_batch_tokens=900)
     plain.eos_token_ids = engine.eos_token_ids = NEVER
     expected = [plain.generate([prompt], 2, params)[0] for prompt in PROMPTS]
     batcher = Watched(engine)
@@ -161,6 +175,7 @@ def test_speculation_goes_on_where_it_was(lively_model: Any) -> None:
     batcher.ready.set()
     assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
     assert batcher.preemptions >= 1 and batcher.most <= 900
+    assert max(batcher.computed) > 1  # guesses were among what had to be computed again
     batcher.close()
 
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
+from rlhf_infer import ContinuousBatcher, SamplingParams, SearchSettings, TransformersEngine, TreeSearch
 from rlhf_infer.engines.prefill import keep_prefix
 from rlhf_infer.engines.transformers_engine import PREFIX_BLOCK as BLOCK
 from rlhf_infer.kv.decode_attention import PromptCache
 from rlhf_infer.kv.paged_cache import PagedKVCache
-from rlhf_models import stream_forward
+from rlhf_models import stream_forward, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 
@@ -111,6 +111,28 @@ def keep(cache: PagedKVCache, prompt: list[int]) -> None:
     key, value = (x.float().view(1, 1, -1, 1) for x in (torch.tensor(prompt), torch.arange(len(prompt))))
     computed.store(0, torch.tensor([0]), (key, value))
     keep_prefix(cache, tuple(prompt), computed, 0)
+
+
+def test_a_tree_search_reads_the_paths_that_it_has_computed(lively_model: Any) -> None:
+    """Branches begin with the blocks of their path, and hold none of them afterwards."""
+    tokenizer: Any = train_byte_tokenizer(["a story"])
+    model = lively_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+
+    def scores(completions: list[str]) -> list[float]:
+        return [len(set(text)) / 99 for text in completions]
+
+    def search(tokens: int) -> tuple[Any, TransformersEngine]:
+        engine = TransformersEngine(model, tokenizer, prefix_cache_tokens=tokens)
+        limits = SearchSettings(budget_tokens=256, separator=" ", max_step_tokens=16)
+        found = TreeSearch(engine, scores, tokenizer, limits, SamplingParams(96, seed=1))
+        [result] = found.run(["where is the ball ? " * 4])
+        return result.best, engine
+
+    (plain, _), (best, engine) = search(0), search(1024)
+    assert best.text == plain.text and best.score == plain.score
+    assert engine.prefixes is not None
+    stats = engine.prefixes.stats
+    assert stats.found > 64 and stats.used == 0
 
 
 @settings(deadline=None, max_examples=200)

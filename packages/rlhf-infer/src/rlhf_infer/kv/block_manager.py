@@ -54,7 +54,7 @@ class BlockManager:
     block that is not full gets a copy of its own. Full blocks are known by the hash of the block before and
     their tokens, so a block is found only after exactly the tokens that it was filled after. Nobody's blocks
     stay known until they are needed: those not used for longest go first, of a sequence the last ones. There
-    are no tensors here; `PagedKVCache` adds them.
+    are no tensors here; `PagedKVCache` adds them. A number of a sequence that was freed is a KeyError.
 
     Args:
         num_blocks: blocks that there are.
