@@ -58,7 +58,7 @@ class Gathered:
             held = whole.index_select(1, self.table).view(count, rows, -1, size)
             found.append(held[:, :, : self.length + 1])
         grouped = (query * options.scaling).view(rows, count, -1, size).transpose(0, 1)
-        mixed, _ = mix(grouped, *found, None)
+        mixed, _ = mix(grouped, found[0], found[1], None)
         return mixed.transpose(0, 1).reshape(rows, heads, size)
 
 
