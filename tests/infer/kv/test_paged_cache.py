@@ -90,6 +90,19 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert cache.tokens(sequence) == [1]
 
 
+def test_what_could_not_be_written_is_not_found() -> None:
+    cache = PagedKVCache(4, 2)
+    wrong = {layer: (key[:, :1], value) for layer, (key, value) in keys_and_values([], [1, 2]).items()}
+    sequence = cache.start([])
+    with pytest.raises(IndexError):
+        cache.append(sequence, [1, 2], wrong)
+    cache.free(sequence)
+    again = cache.start([1, 2])
+    assert cache.length(again) == 0 and cache.free_blocks == 4
+    cache.append(again, [1, 2], keys_and_values([], [1, 2]))
+    assert torch.equal(cache.gather(again, 1)[1], keys_and_values([], [1, 2])[1][1])
+
+
 def keys_and_values(before: list[int], tokens: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Made-up ones (HEADS, L, SIZE) of tokens, which depend on all tokens before, as a model's do."""
     state, rows = 17, []

@@ -154,8 +154,10 @@ def keep_prefix(prefixes: PagedKVCache, prompt: tuple[int, ...], cache: PromptCa
     end = min(len(prompt) // size, start // size + prefixes.free_blocks) * size
     new = slice(start, end)
     layers = {i: (key[place, :, new], value[place, :, new]) for i, (key, value) in cache.layers.items()}
-    prefixes.append(sequence, prompt[new], layers)
-    prefixes.free(sequence)
+    try:
+        prefixes.append(sequence, prompt[new], layers)
+    finally:
+        prefixes.free(sequence)
 
 
 def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -65,16 +65,26 @@ class PagedKVCache(BlockManager):
 
         Raises:
             OutOfBlocks: too few are free; nothing has changed.
-            ValueError: other layers than those of the first tokens.
+            ValueError: a layer of the first tokens is missing.
         """
-        if self._layers and layers.keys() != self._layers.keys():
+        if not self._layers.keys() <= layers.keys():
             raise ValueError(f"keys and values of layers {sorted(layers)}, expected {sorted(self._layers)}")
         if not tokens:
             return
         start = self.length(number)
         copy = self.extend(number, tokens)
-        table = torch.tensor(self.table(number))
-        at = torch.arange(start, start + len(tokens))
+        try:
+            self._write(self.table(number), start, len(tokens), copy, layers)
+        except BaseException:  # no memory, for instance: what was not written must not be found
+            self.forget()
+            raise
+
+    def _write(
+        self, blocks: list[int], start: int, count: int, copy: tuple[int, int] | None, layers: KeysAndValues
+    ) -> None:
+        """Write what belongs to `count` tokens of a sequence, after a copy of a block."""
+        table = torch.tensor(blocks)
+        at = torch.arange(start, start + count)
         slots = table[at // self.block_size] * self.block_size + at % self.block_size
         for layer, new in layers.items():
             pair = self._with_room(layer, int(table.max()) + 1, new)
