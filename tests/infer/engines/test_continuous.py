@@ -95,15 +95,15 @@ def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch, lively_mode
 
 
 def test_requests_wait_until_their_keys_and_values_fit(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=500)
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=300)
     engine.eos_token_ids = [10**6]
     batcher, started = ContinuousBatcher(engine), threading.Event()
-    first = batcher.submit(PROMPTS[0], 1, SamplingParams(300), on_token=lambda *_: started.set())
+    first = batcher.submit(PROMPTS[0], 1, SamplingParams(128), on_token=lambda *_: started.set())
     started.wait()
-    # 7 + 300 tokens may come to be held; 7 + 200 more do not fit.
-    second = batcher.submit(PROMPTS[0], 1, SamplingParams(200))
+    # 7 + 128 tokens are held; of 40 + 128 more, 303 in all, the last three would not fit.
+    second = batcher.submit(list(range(5, 45)), 1, SamplingParams(128))
     second.result()
-    assert first.done()
+    assert first.done() and batcher.preemptions == 0
     batcher.close()
 
 
@@ -117,7 +117,7 @@ def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -
 
     def follow(sample: int, token: int, logp: float, top: TopLogps) -> None:
         del logp, top
-        most.append(sum(each.cohort.most_tokens for each in batcher._running))
+        most.append(sum(each.cohort.needed_tokens() for each in batcher._running))
         told.setdefault(sample, []).append(token)
         assert batcher.running <= 1
 
@@ -142,14 +142,14 @@ def test_rows_that_finish_make_room(lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=900)
     engine.eos_token_ids = list(range(2, 60))
     batcher = ContinuousBatcher(engine)
-    held: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
 
     def follow(*_: Any) -> None:
         [running] = batcher._running
-        held.append((running.cohort.most_tokens, len(running.cohort.rows.alive)))
+        seen.append((running.cohort.needed_tokens(), len(running.cohort.rows.alive)))
 
     batcher.submit(PROMPTS[0], 8, SamplingParams(100, seed=2), on_token=follow).result()
-    assert {tokens for tokens, _ in held} == {7 + 100 * rows for _, rows in held} and len(set(held)) > 2
+    assert {tokens for tokens, _ in seen} == {7 + 100 * rows for _, rows in seen} and len(set(seen)) > 2
     batcher.close()
 
 

@@ -10,7 +10,7 @@ import torch
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import GenerationEngine, SamplingParams, TransformersEngine
-from rlhf_infer.engines.kv_cache import BLOCK, DecodeAttention
+from rlhf_infer.kv.decode_attention import BLOCK, DecodeAttention
 from rlhf_models import token_logps, train_byte_tokenizer
 from rlhf_models.language_model.logps import stream_forward
 

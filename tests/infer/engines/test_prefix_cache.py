@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
-from rlhf_infer.engines.kv_cache import PromptCache
-from rlhf_infer.engines.prefix_cache import BLOCK, PrefixCache
-from rlhf_models import stream_forward
+from rlhf_infer import ContinuousBatcher, SamplingParams, SearchSettings, TransformersEngine, TreeSearch
+from rlhf_infer.engines.prefill import keep_prefix
+from rlhf_infer.engines.transformers_engine import PREFIX_BLOCK as BLOCK
+from rlhf_infer.kv.decode_attention import PromptCache
+from rlhf_infer.kv.paged_cache import PagedKVCache
+from rlhf_models import stream_forward, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 
@@ -80,9 +82,9 @@ def test_new_weights_forget(lively_model: Any) -> None:
         lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
     )
     engine.generate(PROMPTS[:2], 1, SamplingParams(1))
-    assert engine.prefixes is not None and len(engine.prefixes) == 3 * BLOCK
+    assert engine.prefixes is not None and engine.prefixes.stats.known == 3
     engine.update_weights(engine.model)
-    assert len(engine.prefixes) == 0
+    assert engine.prefixes.stats.known == 0
 
 
 def test_requests_of_a_batcher_share(lively_model: Any) -> None:
@@ -95,44 +97,91 @@ def test_requests_of_a_batcher_share(lively_model: Any) -> None:
     batcher.close()
 
 
+def known_blocks(cache: PagedKVCache, prompt: list[int]) -> int:
+    """Blocks of a prompt that are found, with a token left to compute."""
+    sequence = cache.start(prompt[:-1])
+    found = len(cache.table(sequence))
+    cache.free(sequence)
+    return found
+
+
+def keep(cache: PagedKVCache, prompt: list[int]) -> None:
+    """Keep a prompt whose keys are its tokens, and whose values are their places."""
+    computed = PromptCache([len(prompt)], torch.device("cpu"))
+    key, value = (x.float().view(1, 1, -1, 1) for x in (torch.tensor(prompt), torch.arange(len(prompt))))
+    computed.store(0, torch.tensor([0]), (key, value))
+    keep_prefix(cache, tuple(prompt), computed, 0)
+
+
+def test_a_tree_search_reads_the_paths_that_it_has_computed(lively_model: Any) -> None:
+    """Branches begin with the blocks of their path, and hold none of them afterwards."""
+    tokenizer: Any = train_byte_tokenizer(["a story"])
+    model = lively_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+
+    def scores(completions: list[str]) -> list[float]:
+        return [len(set(text)) / 99 for text in completions]
+
+    def search(tokens: int) -> tuple[Any, TransformersEngine]:
+        engine = TransformersEngine(model, tokenizer, prefix_cache_tokens=tokens)
+        limits = SearchSettings(budget_tokens=256, separator=" ", max_step_tokens=16)
+        found = TreeSearch(engine, scores, tokenizer, limits, SamplingParams(96, seed=1))
+        [result] = found.run(["where is the ball ? " * 4])
+        return result.best, engine
+
+    (plain, _), (best, engine) = search(0), search(1024)
+    assert best.text == plain.text and best.score == plain.score
+    assert engine.prefixes is not None
+    stats = engine.prefixes.stats
+    assert stats.found > 64 and stats.used == 0
+
+
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5 * BLOCK)), min_size=1, max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8 * BLOCK)), min_size=1, max_size=30))
 def test_the_cache_keeps_its_bound_and_gives_the_right_blocks(prompts: list[tuple[int, int]]) -> None:
     """Prompts are beginnings of four texts; keys say text and place, so that wrong blocks show."""
-    known = PrefixCache(6 * BLOCK)
+    known = PagedKVCache(6, BLOCK)
     for text, count in prompts:
         # The texts begin alike, by twice a block of zeros or one.
-        prompt = [0] * min(count, BLOCK * (1 + text % 2)) + [1 + text] * max(
-            0, count - BLOCK * (1 + text % 2)
-        )
-        if not prompt:
-            continue
-        blocks = known.find(prompt)
-        assert len(blocks) * BLOCK < len(prompt)
-        for number, block in enumerate(blocks):
-            own = torch.tensor(prompt[number * BLOCK : (number + 1) * BLOCK], dtype=torch.float32)
-            assert torch.equal(block.layers[0][0][0, :, 0], own)
-            place = torch.arange(number * BLOCK, (number + 1) * BLOCK, dtype=torch.float32)
-            assert torch.equal(block.layers[0][1][0, :, 0], place)
-        cache = PromptCache([len(prompt)], torch.device("cpu"))
-        key = torch.tensor(prompt, dtype=torch.float32).view(1, 1, -1, 1)
-        cache.store(0, torch.tensor([0]), (key, torch.arange(len(prompt)).float().view(1, 1, -1, 1)))
-        known.add(prompt, cache, 0)
-        assert len(known) <= 6 * BLOCK
-        assert len(known.find(prompt)) == min(6, (len(prompt) - 1) // BLOCK)
+        alike = min(count, BLOCK * (1 + text % 2))
+        prompt = [0] * alike + [1 + text] * (count - alike)
+        sequence = known.start(prompt[:-1])
+        if found := known.length(sequence):
+            key, value = known.gather(sequence, 0)
+            assert key.flatten().tolist() == prompt[:found] and value.flatten().tolist() == list(range(found))
+        known.free(sequence)
+        keep(known, prompt)
+        assert known_blocks(known, prompt) == min(6, (len(prompt) - 1) // BLOCK)
+        assert known.free_blocks == 6
+        assert known.nbytes <= 6 * BLOCK * 2 * 4
 
 
 def test_the_end_of_the_oldest_prompt_goes_first() -> None:
-    def add(text: int, blocks: int) -> list[int]:
-        prompt = [text] * (BLOCK * blocks + 1)
-        cache = PromptCache([len(prompt)], torch.device("cpu"))
-        zeros = torch.zeros(1, 1, len(prompt), 1)
-        cache.store(0, torch.tensor([0]), (zeros, zeros))
-        known.add(prompt, cache, 0)
-        return prompt
+    known = PagedKVCache(6, BLOCK)
+    first, second = [1] * (3 * BLOCK + 1), [2] * (3 * BLOCK + 1)
+    keep(known, first)
+    keep(known, second)
+    known_blocks(known, first)  # used again, so that the other is the oldest
+    keep(known, [3] * (BLOCK + 1))
+    assert [known_blocks(known, prompt) for prompt in (first, second)] == [3, 2]
 
-    known = PrefixCache(6 * BLOCK)
-    first, second = add(1, 3), add(2, 3)
-    known.find(first)  # used again, so that the other is the oldest
-    add(3, 1)
-    assert [len(known.find(prompt)) for prompt in (first, second)] == [3, 2]
+
+def test_blocks_of_another_dtype_are_read_too(lively_model: Any) -> None:
+    model = lively_model(max_position_embeddings=256)
+    plain = TransformersEngine(model, _Tokenizer())
+    cached = TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=1024)
+    params = SamplingParams(4, temperature=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cached.generate(PROMPTS[:1], 1, params)
+    [[expected]], [[found]] = (engine.generate(PROMPTS[:1], 1, params) for engine in (plain, cached))
+    assert found.logps == pytest.approx(expected.logps, abs=0.05)
+
+
+def test_a_pass_that_fails_holds_no_blocks(lively_model: Any) -> None:
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+    )
+    assert engine.prefixes is not None
+    engine.generate(PROMPTS[:1], 1, SamplingParams(1))
+    with pytest.raises(IndexError):
+        engine.generate([[*SYSTEM, 10**6]], 1, SamplingParams(1))  # no such token
+    assert engine.prefixes.stats.used == 0 and engine.prefixes.stats.known == 2

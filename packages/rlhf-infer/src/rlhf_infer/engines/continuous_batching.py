@@ -15,6 +15,7 @@ import torch
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine
+from rlhf_infer.kv.decode_attention import BLOCK, room
 from rlhf_models import evaluating
 
 _LOG = logging.getLogger(__name__)
@@ -85,9 +86,13 @@ class ContinuousBatcher:
     A request's samples are those of `TransformersEngine.generate` with the same arguments, up to rounding: a
     token may differ where two are equally likely.
 
-    Requests start in the order in which they came, as soon as their keys and values fit into the engine's
-    `max_batch_tokens`, completions counted at their longest; one with more samples than fit at once is drawn
-    in pieces. A separate thread does the work; the model must not be used otherwise.
+    Keys and values never take more than the engine's `max_batch_tokens`, counted in the blocks that rows
+    fill: a completion may be long without taking up what it may never need. Requests start in the order in
+    which they came, as soon as every row could fill one more block; where rows turn out to need more than
+    there is, the youngest requests give their keys and values up, and go on later with the same tokens (the
+    preemption by recomputation of Kwon et al. 2023, arXiv:2309.06180). A request with more samples than fit
+    at once at their longest is drawn in pieces, so that the oldest always comes to its end. A separate thread
+    does the work; the model must not be used otherwise.
 
     Args:
         engine: its model stays in eval mode.
@@ -107,6 +112,9 @@ class ContinuousBatcher:
         self._waiting: deque[_Piece] = deque()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[_Running] = []
+        self._paused: list[_Running] = []
+        self.preemptions = 0
+        """How many times requests have given up their keys and values, so far."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rlhf-generation", daemon=True)
@@ -172,8 +180,8 @@ class ContinuousBatcher:
 
     @property
     def running(self) -> int:
-        """Requests that are being generated."""
-        pieces = [piece for each in list(self._running) for piece in each.pieces if piece is not None]
+        """Requests that are being generated, those among them that have to pause."""
+        pieces = [piece for each in self._begun for piece in each.pieces if piece is not None]
         return len({id(piece.order) for piece in pieces})
 
     def close(self) -> None:
@@ -198,10 +206,15 @@ class ContinuousBatcher:
         with self._changed:
             self._give_up(RuntimeError("the batcher was closed"))
 
+    @property
+    def _begun(self) -> list[_Running]:
+        """What runs and, younger than all of it, what has to pause; the oldest first."""
+        return [*self._running, *self._paused]
+
     def _wait(self) -> bool:
         """Wait until there is something to do; False when the batcher is closed."""
         with self._changed:
-            while not (self._closed or self._waiting or self._running or self._work):
+            while not (self._closed or self._waiting or self._begun or self._work):
                 self._changed.wait()
             return not self._closed
 
@@ -218,8 +231,17 @@ class ContinuousBatcher:
             result.set_exception(error)
 
     def _admit(self) -> None:
-        """Start the pieces that fit; neighbours of one kind become one cohort."""
-        while batch := self._next_batch():
+        """Go on with what pauses, then start the pieces that fit, neighbours of one kind in one cohort."""
+        while self._paused and self._fits(self._paused[0].cohort.needed_tokens(BLOCK)):
+            each = self._paused.pop(0)
+            try:
+                self.engine.resume(each.cohort)
+            except Exception as error:
+                _LOG.exception("a prompt could not be computed again")
+                _fail(each.pieces, error)
+                continue
+            self._running.append(each)
+        while not self._paused and (batch := self._next_batch()):
             samples, params = batch[0].kind
             try:
                 cohort = self.engine.start(
@@ -230,8 +252,7 @@ class ContinuousBatcher:
                 )
             except Exception as error:
                 _LOG.exception("a prompt could not be computed")
-                for piece in batch:
-                    piece.order.fail(error)
+                _fail(batch, error)
                 continue
             self._running.append(_Running(cohort, list(batch)))
 
@@ -240,7 +261,6 @@ class ContinuousBatcher:
         batch: list[_Piece] = []
         if not self._waiting:  # as before nearly every token
             return batch
-        held = sum(each.cohort.most_tokens for each in self._running)
         with self._changed:
             while self._waiting:
                 piece = self._waiting[0]
@@ -249,27 +269,43 @@ class ContinuousBatcher:
                     continue
                 if batch and piece.kind != batch[0].kind:
                     break
-                if held + self._size([*batch, piece]) > self.engine.max_batch_tokens:
+                more = [*batch, piece]
+                # Alone it must fit at its longest, for the oldest cohort never has to pause.
+                if _size(more, piece.params.max_new_tokens) > self.engine.max_batch_tokens:
+                    break
+                if not self._fits(_size(more, BLOCK)):
                     break
                 batch.append(self._waiting.popleft())
         return batch
 
-    @staticmethod
-    def _size(batch: Sequence[_Piece]) -> int:
-        """Tokens whose keys and values a cohort may come to hold."""
-        each = len(batch[0].samples) * batch[0].params.max_new_tokens
-        return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
+    def _fits(self, tokens: int) -> bool:
+        """Whether that many may be held too while all that runs fills another block; if nothing runs, yes."""
+        held = sum(each.cohort.needed_tokens(BLOCK) for each in self._running)
+        return not held or held + tokens <= self.engine.max_batch_tokens
+
+    def _make_room(self) -> None:
+        """Let the youngest pause until the next token of the others fits."""
+        while (
+            len(self._running) > 1
+            and sum(each.cohort.needed_tokens() for each in self._running) > self.engine.max_batch_tokens
+        ):
+            youngest = self._running.pop()
+            youngest.cohort.forget()
+            self._paused.insert(0, youngest)
+            self.preemptions += 1
 
     def _step(self) -> None:
         """Drop what nothing waits for, decode one token of everything else, answer what has finished."""
-        for each in self._running:
+        for each in self._begun:
             for prompt, piece in enumerate(each.pieces):
                 if piece is not None and piece.order.result.done():
                     each.cohort.cancel(prompt)
                     each.pieces[prompt] = None
         self._running = [each for each in self._running if not each.cohort.finished]
+        self._paused = [each for each in self._paused if not each.cohort.finished]
         if not self._running:
             return
+        self._make_room()
         before = [each.cohort.rows.finished for each in self._running]
         followed = [(each, _lengths(each)) for each in self._running if _is_followed(each)]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
@@ -292,14 +328,27 @@ class ContinuousBatcher:
                 piece.order.take(piece.samples, each.cohort.rows.rollouts_of(prompt))
 
     def _give_up(self, error: Exception) -> None:
-        """Fail all that is running; all that waits too once the batcher is closed."""
+        """Fail all that is running; all that pauses or waits too once the batcher is closed."""
         running, self._running = self._running, []
+        if self._closed:
+            running += self._paused
         waiting = list(self._waiting) if self._closed else []
         for _, result in self._work if self._closed else ():
             if result.set_running_or_notify_cancel():
                 result.set_exception(error)
-        for piece in [*(piece for each in running for piece in each.pieces if piece is not None), *waiting]:
+        _fail([*(piece for each in running for piece in each.pieces), *waiting], error)
+
+
+def _fail(pieces: Sequence[_Piece | None], error: Exception) -> None:
+    for piece in pieces:
+        if piece is not None:
             piece.order.fail(error)
+
+
+def _size(batch: Sequence[_Piece], tokens: int) -> int:
+    """Tokens whose keys and values a cohort holds once its completions have that many."""
+    each = len(batch[0].samples) * room(tokens, batch[0].params.max_new_tokens)
+    return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
 
 
 def _is_followed(each: _Running) -> bool:

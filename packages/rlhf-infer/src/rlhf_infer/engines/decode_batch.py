@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.sampler import SampledTokens, Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
+from rlhf_infer.kv.decode_attention import room
 
 _ALIVE = 0.75
 """Share of unfinished rows at which the others leave: until then copying costs more than it saves."""
@@ -48,9 +49,12 @@ class Cohort:
     ) -> None:
         self.rows, self.hidden = rows, hidden.repeat_interleave(len(rows.samples), 0)
         self.tokens = lengths.new_empty(0)
-        self._sampler, self._attention = sampler, attention
-        self._params, self._ends, self._stops = params, ends, stops
-        self._starts = lengths.repeat_interleave(len(rows.samples))
+        self.params = params
+        self.starts = lengths.repeat_interleave(len(rows.samples))
+        """(B,) tokens of the rows' prompts."""
+        self._sampler = sampler
+        self._attention: Any = attention
+        self._ends, self._stops = ends, stops
         self._longest = max(map(len, rows.prompts))
 
     @property
@@ -58,16 +62,37 @@ class Cohort:
         """Whether all rows have finished."""
         return not self.rows.alive.any()
 
+    def needed_tokens(self, more: int = 1) -> int:
+        """Prompt and completion tokens whose keys and values take memory once each row has `more` more.
+
+        The rows' own are counted in the blocks of `room`, prompts at the longest one.
+        """
+        own = room(self._ahead + more - 1, self.params.max_new_tokens)
+        if self._attention is not None:  # the longest row may have left
+            own = max(own, self._attention.capacity)
+        return len(np.unique(self.rows.prompt)) * self._longest + len(self.rows.alive) * own
+
     @property
-    def most_tokens(self) -> int:
-        """Tokens whose keys and values the rows in the batch and their prompts may come to hold."""
-        prompts = len(np.unique(self.rows.prompt))
-        return prompts * self._longest + len(self.rows.alive) * self._params.max_new_tokens
+    def _ahead(self) -> int:
+        """The most tokens that a row has after the next pass."""
+        return self.rows.length + 1
+
+    def held(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (B, T) of the rows, and how many (B,) of each one's have keys and values, between passes."""
+        return self.rows.tokens[self.rows.place], np.full(len(self.rows.place), self.rows.length)
+
+    def forget(self) -> None:
+        """Give up all keys and values, between passes; before the next one `resume` brings them back."""
+        self._attention = None
+
+    def resume(self, attention: Any) -> None:
+        """Go on with the keys and values of the rows and their prompts, those of `held`."""
+        self._attention = attention
 
     @property
     def positions(self) -> Tensor:
         """(B,) positions of `tokens`."""
-        return self._starts + (self.rows.length - 1)
+        return self.starts + (self.rows.length - 1)
 
     @property
     def plan(self) -> Any:
@@ -85,7 +110,7 @@ class Cohort:
         self._finish()
         if not self.finished and (places := self.rows.drop_finished()) is not None:
             kept = torch.from_numpy(places).to(self.tokens.device)
-            self.tokens, self._starts = self.tokens[kept], self._starts[kept]
+            self.tokens, self.starts = self.tokens[kept], self.starts[kept]
             self._sampler.keep(kept)
             self.plan.keep_rows(kept, self.rows.prompt)
 
@@ -95,7 +120,7 @@ class Cohort:
 
     def _finish(self) -> None:
         """Finish the rows whose newest token ends them."""
-        rows, params = self.rows, self._params
+        rows, params = self.rows, self.params
         newest = rows.tokens[rows.place, rows.length - 1]
         rows.finish(np.isin(newest, self._ends), "stop")
         if self._stops is not None and rows.length > params.min_new_tokens:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rlhf_data import UserError
-from rlhf_infer.engines.kv_cache import PromptCache, RaggedAttention
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.engines.sampler import SampledTokens, Sampler
 from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
+from rlhf_infer.kv.decode_attention import PromptCache, RaggedAttention
 from rlhf_models import context_length
 
 
@@ -84,7 +84,7 @@ class _ModelDrafts:
     ) -> None:
         cache, _ = prefilled
         self._model, self._sampler, self._most = model, sampler, most
-        self._attention = RaggedAttention(cache, samples, most)
+        self._attention = RaggedAttention(cache, np.repeat(np.arange(len(cache.lengths)), samples), most)
         self._starts = cache.lengths.repeat_interleave(samples)
         self._held = np.zeros(len(self._starts), dtype=np.int64)
 

@@ -11,12 +11,12 @@ import torch
 
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_infer.engines.drafts import Drafter
-from rlhf_infer.engines.kv_cache import PromptCache, RaggedAttention
+from rlhf_infer.engines.prefill import within_window
 from rlhf_infer.engines.protocol import SamplingParams, ends_of
 from rlhf_infer.engines.sampler import remembers
 from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
 from rlhf_infer.engines.transformers_engine import TransformersEngine
-from rlhf_models import causal_lm
+from rlhf_infer.kv.decode_attention import PromptCache, RaggedAttention
 
 _ROWS_ON_CPU = 8
 """Rows up to which a CPU computes their guesses in less time than these may save."""
@@ -77,8 +77,7 @@ class SpeculativeDecoder(TransformersEngine):
         seeds: Sequence[int] | None = None,
     ) -> Cohort:
         cache, hidden = prefilled
-        window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
-        fits = window is None or cache.longest + params.max_new_tokens <= window
+        fits = within_window(self.model, cache.longest + params.max_new_tokens)
         drafts = None
         if self.drafter.couples:
             params = replace(params, coupled=True)
@@ -90,9 +89,9 @@ class SpeculativeDecoder(TransformersEngine):
         if drafts is None:
             return super()._cohort(prompts, samples, params, prefilled, seeds)
         return SpeculativeCohort(
-            RaggedRows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
+            ragged := RaggedRows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
             self._sampler(prompts, samples, params, seeds),
-            RaggedAttention(cache, len(samples), params.max_new_tokens),
+            RaggedAttention(cache, ragged.prompt, params.max_new_tokens),
             drafts=drafts,
             wanted=wanted,
             lengths=cache.lengths,

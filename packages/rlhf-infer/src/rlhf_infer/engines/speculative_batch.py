@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhf_infer.engines.decode_batch import Cohort, Rows
-from rlhf_infer.engines.kv_cache import RaggedAttention
 from rlhf_infer.engines.sampler import SampledTokens, Sampler
+from rlhf_infer.kv.decode_attention import RaggedAttention, room
 
 
 class RowDrafts(Protocol):
@@ -111,17 +111,30 @@ class SpeculativeCohort(Cohort):
         """(N,) positions of `tokens`."""
         rows, places = self._indices()
         at = torch.from_numpy(self.rows.lengths[rows] - 1 + places).to(self.tokens.device)
-        return self._starts[torch.from_numpy(rows).to(self.tokens.device)] + at
+        return self.starts[torch.from_numpy(rows).to(self.tokens.device)] + at
 
     @property
     def plan(self) -> Any:
         """Attention for the forward pass of `tokens`."""
         return self._attention.at_rows(self.rows.lengths - 1, self._counts)
 
+    def held(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Cohort.held`; guesses that the last pass computed among them."""
+        lengths = self.rows.lengths
+        if not lengths.any():
+            return self._fed, np.zeros_like(lengths)
+        tokens, (rows, places) = self.rows.tokens[self.rows.place], self._indices()
+        tokens[rows, lengths[rows] - 1 + places] = self._fed[rows, places]
+        return tokens, lengths - 1 + self._counts
+
+    @property
+    def _ahead(self) -> int:
+        return int(self.rows.lengths.max()) + self._fed.shape[1]
+
     def draw(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Draw the tokens after all of `tokens`, and take each row's up to the first that was not guessed."""
         rows, places = self._indices()
-        at = np.minimum(self.rows.lengths[rows] + places, self._params.max_new_tokens - 1)
+        at = np.minimum(self.rows.lengths[rows] + places, self.params.max_new_tokens - 1)
         drawn = self._sampler.draw_at(
             head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
         )
@@ -130,7 +143,7 @@ class SpeculativeCohort(Cohort):
             return
         if (kept := self.rows.drop_finished()) is not None:
             index = torch.from_numpy(kept).to(hidden.device)
-            self._starts = self._starts[index]
+            self.starts = self.starts[index]
             self._sampler.keep(index)
             self._attention.keep_rows(index, self.rows.prompt)
             self._drafts.keep(kept, self.rows.prompt)
@@ -153,7 +166,7 @@ class SpeculativeCohort(Cohort):
         self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")
-        self.rows.finish(self.rows.lengths == self._params.max_new_tokens, "length")
+        self.rows.finish(self.rows.lengths == self.params.max_new_tokens, "length")
 
     def _cut_at_stops(self, before: np.ndarray) -> np.ndarray:
         """(B,) the rows with a stop text that ends in a token they got since they had these lengths (B,)."""
@@ -164,7 +177,7 @@ class SpeculativeCohort(Cohort):
         for row in np.flatnonzero(rows.alive):
             place, prompt = rows.place[row], rows.prompts[rows.prompt[row]]
             for length in range(int(before[row]) + 1, int(rows.lengths[row]) + 1):
-                if length > self._params.min_new_tokens and self._stops.end(
+                if length > self.params.min_new_tokens and self._stops.end(
                     prompt, rows.tokens[place, :length]
                 ):
                     rows.cut(int(row), length)
@@ -180,8 +193,10 @@ class SpeculativeCohort(Cohort):
         self.guessed = self._wanted(int(np.count_nonzero(rows.alive)))
         if self.guessed:
             guesses = self._drafts.propose(rows)
-        room = np.where(rows.alive, self._params.max_new_tokens - 1 - lengths, 0)
-        known = (guesses >= 0) & (np.arange(guesses.shape[1]) < room[:, None])
+        most = self.params.max_new_tokens
+        # A guess is worth no further block of keys and values, which `needed_tokens` did not foresee.
+        last = min(most - 1, room(int(lengths.max()), most))
+        known = (guesses >= 0) & (np.arange(guesses.shape[1]) < ((last - lengths) * rows.alive)[:, None])
         known = np.cumprod(known, 1).astype(bool)
         self._counts = 1 + known.sum(1)
         newest = rows.tokens[rows.place, lengths - 1]

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer.engines.constraints import Constraint, Grammars, TokenMasks
 from rlhf_infer.engines.decode_batch import Cohort, Rows
-from rlhf_infer.engines.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PromptCache
-from rlhf_infer.engines.prefix_cache import BLOCK, Block, PrefixAttention, PrefixCache
+from rlhf_infer.engines.prefill import prefill, recompute, within_window
 from rlhf_infer.engines.prompt_logps import PromptLogps, prompt_logps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
@@ -22,9 +22,13 @@ from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
 from rlhf_infer.engines.protocol import ends_of
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
+from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention, PromptCache
+from rlhf_infer.kv.paged_cache import PagedKVCache
 from rlhf_models import AttentionPlan, TreeAttention, causal_lm, evaluating, lm_logits, stream_forward
-from rlhf_models.kernels.cpu_linear import rounding
 from rlhf_models.language_model.head import chunk_rows
+
+PREFIX_BLOCK = 32
+"""Tokens of a block of an earlier prompt; a prompt shares whole blocks only."""
 
 
 class TransformersEngine:
@@ -37,8 +41,9 @@ class TransformersEngine:
     Args:
         model: the model; whichever adapter is active when `generate` is called is sampled from.
         tokenizer: for its end-of-sequence token, and to find stop texts.
-        max_batch_tokens: prompt and completion tokens whose keys and values are held at a time, counting
-            completions at their longest; more samples are drawn in parts, a longer one is refused.
+        max_batch_tokens: prompt and completion tokens whose keys and values are held at a time; `generate`
+            counts completions at their longest and draws more samples in parts, `ContinuousBatcher` counts
+            what they fill. A prompt and its completion that may come to more alone are refused.
         max_prefill_tokens: prompt tokens that one forward pass computes, unless one prompt alone has more.
         prefix_cache_tokens: prompt tokens whose keys and values are kept for later prompts that begin alike,
             the newest; for weights that do not change. Completions differ by rounding only.
@@ -56,7 +61,8 @@ class TransformersEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_tokens, self.max_prefill_tokens = max_batch_tokens, max_prefill_tokens
-        self.prefixes = PrefixCache(prefix_cache_tokens) if prefix_cache_tokens else None
+        blocks = prefix_cache_tokens // PREFIX_BLOCK
+        self.prefixes = PagedKVCache(blocks, PREFIX_BLOCK) if blocks else None
         """Keys and values of earlier prompts, if they are kept."""
         self.before_pass: Callable[[], Any] | None = None
         """Called before every forward pass, for which processes gather a sharded model together."""
@@ -85,7 +91,7 @@ class TransformersEngine:
                 "make another engine for another model"
             )
         if self.prefixes is not None:
-            self.prefixes.clear()
+            self.prefixes.forget()
 
     def close(self) -> None:
         """Nothing to do: between calls of `generate` the engine holds no more than the model."""
@@ -229,6 +235,18 @@ class TransformersEngine:
         return self._cohort(prompts, samples, params, self._prefill(prompts), seeds)
 
     @torch.no_grad()
+    def resume(self, cohort: Cohort) -> None:
+        """Compute keys and values again that a cohort has forgotten; the model has to be in eval mode.
+
+        Its tokens go on as if nothing had happened: their random numbers belong to their places. Only
+        rounding differs.
+        """
+        rows = cohort.rows
+        cache, _ = self._prefill([rows.prompts[prompt] for prompt in np.unique(rows.prompt)])
+        fits = within_window(self.model, cache.longest + cohort.params.max_new_tokens)
+        recompute(self.model, self._forward, cohort, cache, within_window=fits)
+
+    @torch.no_grad()
     def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
         """Draw a token for every row of cohorts that have not finished, and compute it in one pass.
 
@@ -267,57 +285,8 @@ class TransformersEngine:
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[PromptCache, torch.Tensor]:
         """Keys and values of the prompts, and each one's last hidden state."""
-        cache = PromptCache([len(prompt) for prompt in prompts], causal_lm(self.model).device)
-        known = [[] if self.prefixes is None else self.prefixes.find(prompt) for prompt in prompts]
-        cold = [place for place, blocks in enumerate(known) if not blocks]
-        warm = [place for place, blocks in enumerate(known) if blocks]
-        hidden = dict[int, torch.Tensor]()
-        if cold:
-            hidden |= zip(cold, self._prefill_trees(prompts, cold, cache), strict=True)
-        for part in _parts([len(prompts[i]) - BLOCK * len(known[i]) for i in warm], self.max_prefill_tokens):
-            places = [warm[i] for i in part]
-            hidden |= zip(places, self._prefill_rest(prompts, places, known, cache), strict=True)
-        if self.prefixes is not None:
-            for place, prompt in enumerate(prompts):
-                self.prefixes.add(prompt, cache, place)
-        return cache, torch.stack([hidden[place] for place in range(len(prompts))])
-
-    def _prefill_trees(
-        self, prompts: list[tuple[int, ...]], places: list[int], cache: PromptCache
-    ) -> torch.Tensor:
-        """Run prompts as packed trees; their last hidden states."""
-        lm, states, order = causal_lm(self.model), [], []
-        sequences = [TokenSequence(prompts[place], len(prompts[place])) for place in places]
-        for batch in pack(sequences, self.max_prefill_tokens):
-            extra = rounding(batch.num_tokens, next(lm.parameters()))
-            ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (batch.input_ids, batch.position_ids))
-            own = torch.tensor(places)[batch.sequence_ids]
-            hidden = self._forward(ids, positions, PrefillAttention(batch, cache, own))
-            states.append(hidden[batch.last_positions.to(lm.device)])
-            order.append(batch.sequence_ids)
-        return torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
-
-    def _prefill_rest(
-        self,
-        prompts: list[tuple[int, ...]],
-        places: list[int],
-        known: list[list[Block]],
-        cache: PromptCache,
-    ) -> torch.Tensor:
-        """Run what prompts have after their known blocks; their last hidden states."""
-        lm = causal_lm(self.model)
-        starts = [BLOCK * len(known[place]) for place in places]
-        rests = [prompts[place][start:] for place, start in zip(places, starts, strict=True)]
-        counts = [len(rest) for rest in rests]
-        extra = rounding(sum(counts), next(lm.parameters()))
-        ids = torch.tensor([token for rest in rests for token in rest])
-        positions = torch.cat(
-            [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        )
-        ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (ids, positions))
-        plan = PrefixAttention(cache, places, [known[place] for place in places], counts)
-        hidden = self._forward(ids, positions, plan)
-        return hidden[torch.tensor(counts, device=lm.device).cumsum(0) - 1]
+        most, prefixes = self.max_prefill_tokens, self.prefixes
+        return prefill(self.model, self._forward, prompts, max_tokens=most, prefixes=prefixes)
 
     def _cohort(
         self,
@@ -329,9 +298,9 @@ class TransformersEngine:
     ) -> Cohort:
         cache, hidden = prefilled
         return Cohort(
-            Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
+            rows := Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
             self._sampler(prompts, samples, params, seeds),
-            DecodeAttention(cache, len(samples), params.max_new_tokens),
+            DecodeAttention(cache, rows.prompt, params.max_new_tokens),
             lengths=cache.lengths,
             hidden=hidden,
             params=params,
@@ -383,16 +352,3 @@ class TransformersEngine:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return lm_logits(self.model, hidden, head=self.head)
-
-
-def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """The places of sizes in parts, each of which together has at most `most`, or is a single one."""
-    parts: list[list[int]] = []
-    total = 0
-    for place, size in enumerate(sizes):
-        total += size
-        if not parts or total > most:
-            parts.append([])
-            total = size
-        parts[-1].append(place)
-    return parts

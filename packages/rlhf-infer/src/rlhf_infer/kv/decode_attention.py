@@ -1,4 +1,4 @@
-"""Keys and values of prompts and completions, and attention over them while decoding."""
+"""Keys and values of prompts and of completions while these are decoded, and attention over both."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ BLOCK = 128
 """Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""
 
 
+def room(tokens: int, most: int) -> int:
+    """Places that a row with that many tokens has for its own keys and values; `most` at the end."""
+    return min(-(-tokens // BLOCK) * BLOCK, most)
+
+
 class PromptCache:
     """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros after the shorter ones.
 
@@ -28,14 +33,18 @@ class PromptCache:
 
     def store(self, layer: int, prompts: Tensor, new: tuple[Tensor, Tensor]) -> None:
         """Fill in keys and values (Q, H_kv, L', D) of the first L' tokens of some prompts (Q,)."""
+        for whole, part in zip(self.of(layer, new), new, strict=True):
+            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
+
+    def of(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, to be filled in; of the sizes of `like` (*, H_kv, *, D)."""
         if layer not in self.layers:
             count, longest = len(self.lengths), self.longest
             key, value = (
-                x.new_zeros(count, x.shape[1], longest, x.shape[3], dtype=compute_dtype(x)) for x in new
+                x.new_zeros(count, x.shape[1], longest, x.shape[-1], dtype=compute_dtype(x)) for x in like
             )
             self.layers[layer] = (key, value)
-        for whole, part in zip(self.layers[layer], new, strict=True):
-            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
+        return self.layers[layer]
 
     def keep(self, prompts: Tensor) -> None:
         """Drop all prompts but these."""
@@ -76,24 +85,25 @@ class DecodeAttention:
     """Attention of one new token per row over its prompt's shared and its own keys and values.
 
     A prompt's keys exist once however many rows sample from it; the rows' own keys (B, H_kv, C, D) grow by
-    `BLOCK` tokens when C are there, up to T, and rows that leave give theirs back. The softmax over both is
-    put together from that over each. Rows are laid out as slots (P, G), so that the scores against a prompt
-    are one matrix product for all its rows; as long as no row has left, the rows are the slots.
+    `BLOCK` tokens when C are there, up to T (see `room`), and rows that leave give theirs back. The softmax
+    over both is put together from that over each. Rows are laid out as slots (P, G), so that the scores
+    against a prompt are one matrix product for all its rows; as long as no row has left, the rows are the
+    slots.
 
     Args:
         cache: the prompts' keys and values; prompts left without rows are dropped from it.
-        samples: rows per prompt at the start.
+        prompts: (B,) number of each row's prompt, ascending; the cache has these prompts in their order.
         max_new_tokens: T.
     """
 
-    def __init__(self, cache: PromptCache, samples: int, max_new_tokens: int) -> None:
+    def __init__(self, cache: PromptCache, prompts: np.ndarray, max_new_tokens: int) -> None:
         self._cache = cache
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._most = max_new_tokens
-        self._prompts = np.arange(len(cache.lengths))
+        self._prompts, places = np.unique(prompts, return_inverse=True)
         self._step = 0
         self._masks: dict[int | None, Tensor] = {}
-        self._lay_out(np.repeat(self._prompts, samples))
+        self._lay_out(places)
 
     def _lay_out(self, prompts: np.ndarray) -> None:
         """Give each row a slot; `prompts[row]`, ascending, is the place of its prompt."""
@@ -107,6 +117,11 @@ class DecodeAttention:
         self._slot_of_row, self._row_of_slot = (torch.from_numpy(x).to(device) for x in (slot, row))
         self._full = len(slot) == len(row)
 
+    @property
+    def capacity(self) -> int:
+        """Places that each row has for keys and values of its own, C."""
+        return max((key.shape[2] for key, _ in self._own.values()), default=0)
+
     def at_step(self, step: int) -> DecodeAttention:
         """Ready for step `step`: each row has that many own tokens before the new one."""
         self._step = step
@@ -119,10 +134,8 @@ class DecodeAttention:
         `kept` are the (B',) places of the rows that stay, ascending; `prompts` (B',) each one's prompt, as
         numbered at the start.
         """
-        for layer, (
-            key,
-            value,
-        ) in self._own.items():  # one layer after the other, so that little is there twice
+        # One layer after the other, so that little is there twice.
+        for layer, (key, value) in self._own.items():
             self._own[layer] = (key[kept], value[kept])
         remaining, places = np.unique(prompts, return_inverse=True)
         if len(remaining) < len(self._prompts):
@@ -156,7 +169,7 @@ class DecodeAttention:
         old = self._own.get(layer)
         if old is not None and end <= old[0].shape[2]:
             return old
-        capacity = min(end - 1 + BLOCK, self._most)
+        capacity = room(end, self._most)
         key, value = (x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in self._cache.layers[layer])
         if old is not None:
             held = old[0].shape[2]
@@ -192,9 +205,15 @@ class DecodeAttention:
 class RaggedAttention(DecodeAttention):
     """The same where rows have any number of tokens, and any number of new ones.
 
-    A row's tokens that turn out not to be part of its completion are written over by later ones. There is no
-    sliding window.
+    A row's tokens that turn out not to be part of its completion are written over by later ones. A sliding
+    window is seen to only where all rows have as many tokens, and one new one each.
     """
+
+    def at_step(self, step: int) -> RaggedAttention:
+        """See `DecodeAttention.at_step`."""
+        self._alike = True
+        super().at_step(step)
+        return self
 
     def at_rows(self, held: np.ndarray, counts: np.ndarray) -> RaggedAttention:
         """Ready for a pass over `counts` (B,) >= 1 new tokens of each row, which has `held` (B,) already."""
