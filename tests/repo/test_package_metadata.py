@@ -11,6 +11,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,26 @@ def test_license_is_the_repository_s(pyproject: Path):
     licence = pyproject.with_name("LICENSE")
     assert not licence.is_symlink(), "a copy of the repository without its links would not install"
     assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_citation_agrees_with_the_workspace():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = _project(ROOT / "pyproject.toml")
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["message"] and citation["title"] and citation["authors"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+
+
+def test_issue_templates_are_forms_and_bugs_come_with_the_doctor():
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*_*.yml")}
+    assert set(forms) == {"bug_report", "feature_request"}
+    for form in forms.values():
+        assert form["name"] and form["description"]
+        named = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(named) == len(set(named))
+    doctor = next(field for field in forms["bug_report"]["body"] if field.get("id") == "doctor")
+    assert doctor["validations"]["required"] and "rlhf-train doctor" in doctor["attributes"]["label"]
 
 
 @pytest.mark.slow
