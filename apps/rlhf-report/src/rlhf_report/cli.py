@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import pkgutil
 import sys
 
@@ -30,6 +31,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="rlhf-report")
 def main() -> None:
     """Say whether a model got better, by how much, and whether that is more than luck."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # rows may hold what the terminal cannot show

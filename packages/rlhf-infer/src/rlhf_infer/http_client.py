@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import email.utils
 import ipaddress
+import json
 import math
 import os
 import threading
@@ -25,6 +26,9 @@ _PASSING = (408, 409, 425, 429)
 """Request timeout, conflict, too early, too many requests: with 500 to 599 what may pass."""
 _SHOWN = 300
 """Characters of an answer that messages show."""
+
+_SECRET = ("authorization", "cookie", "key", "secret", "token")
+"""Words in the names of headers whose values are never shown."""
 
 _LARGEST_ANSWER = 64 * 2**20
 """Bytes of an answer of a scorer or judge beyond which it is not read on."""
@@ -83,7 +87,7 @@ class HTTPClient:
         url: `http://` or `https://`.
         what: what messages call the URL.
         timeout_s: seconds without the whole answer after which a try is given up.
-        headers: further HTTP headers.
+        headers: further HTTP headers; keys, tokens and cookies in them are never shown.
         api_key: sent as bearer token, and never shown, not even where the server repeats it.
         concurrency: requests under way at a time; None for any number.
         requests_per_minute: most tries a minute; None for no limit.
@@ -105,10 +109,11 @@ class HTTPClient:
         self.url, self.timeout_s, self.policy = url, timeout_s, policy or RetryPolicy()
         self.path, host = _checked_url(url, what)
         self._local = _is_local(host)
-        self._api_key, self._concurrency = api_key, concurrency
+        self._concurrency = concurrency
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._secrets = _secrets(self._headers)
         self._bucket = TokenBucket(requests_per_minute)
         self._session: tuple[int, httpx.AsyncClient, contextlib.AbstractAsyncContextManager[Any]] | None = (
             None
@@ -192,10 +197,14 @@ class HTTPClient:
 
     def shown(self, answer: bytes) -> str:
         """The beginning of an answer, for messages."""
-        text = answer.decode("utf-8", errors="replace")
-        if self._api_key:
-            text = text.replace(self._api_key, "<the API key>")
+        text = self.without_secrets(answer.decode("utf-8", errors="replace"))
         return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+
+    def without_secrets(self, text: str) -> str:
+        """A text of the server's, for messages, without what it repeats of keys and tokens."""
+        for secret in self._secrets:
+            text = text.replace(secret, "<the API key>")
+        return text
 
     async def _wait_for_token(self) -> None:
         await asyncio.sleep(self._bucket.reserve(asyncio.get_running_loop().time()))
@@ -203,7 +212,8 @@ class HTTPClient:
     def _check_status(self, response: httpx.Response) -> None:
         if response.is_success:
             return
-        text = f"status {response.status_code} {response.reason_phrase}, {self.shown(response.content)}"
+        reason = self.without_secrets(response.reason_phrase)
+        text = f"status {response.status_code} {reason}, {self.shown(response.content)}"
         if response.status_code in _PASSING or response.status_code >= 500:
             raise Unavailable(text, retry_after_s(response.headers.get("Retry-After")))
         raise Refused(text)
@@ -223,6 +233,14 @@ class HTTPClient:
             self._session = os.getpid(), client, slots
             weakref.finalize(self, _close, os.getpid(), client).atexit = False
         return self._session[1:]
+
+
+def _secrets(headers: Mapping[str, str]) -> list[str]:
+    """What headers hold that nobody may read in a message, also as JSON writes it, the longest first."""
+    values = [value for name, value in headers.items() if any(word in name.lower() for word in _SECRET)]
+    words = [*values, *(value.partition(" ")[2] for value in values)]  # with and without `Bearer`
+    spelled = {spelling for word in words for spelling in (word, json.dumps(word)[1:-1]) if word.strip()}
+    return sorted(spelled, key=len, reverse=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -23,6 +23,10 @@ class ServerLost(Exception):
     """A server does not answer, or broke off; the message says how."""
 
 
+_SHOWN = 500
+"""Characters of an error that messages show."""
+
+
 class ServerRefused(Exception):
     """A server answered with an error."""
 
@@ -73,7 +77,7 @@ class VLLMClient:
             future = async_loop.submit(request)
             self._calls.add(future)
         try:
-            return _content(future.result())
+            return self._content(future.result())
         except Unavailable as error:
             if error.timed_out:
                 raise ServerLost(f"did not answer {method} {path} within {timeout_s:g} s") from error
@@ -92,6 +96,21 @@ class VLLMClient:
             return False
         return True
 
+    def _content(self, response: httpx.Response) -> Any:
+        """The parsed body of a response; raises ServerRefused for an error."""
+        text, shown = response.text, self._client.without_secrets
+        content: Any = text or None
+        if text and "json" in response.headers.get("Content-Type", ""):
+            try:
+                content = json.loads(text)
+            except ValueError as error:
+                message = f"the answer is not JSON: {shown(text)[:200]!r}"
+                raise ServerRefused(response.status_code, message) from error
+        if not response.is_success:
+            message = shown(_message(content) or response.reason_phrase)[:_SHOWN]
+            raise ServerRefused(response.status_code, message)
+        return content
+
     def give_up(self) -> None:
         """Break off all calls under way, in whichever thread; further ones fail too."""
         with self._lock:
@@ -106,23 +125,9 @@ def _http_client(base_url: str, api_key: str | None) -> HTTPClient:
     return HTTPClient(base_url, what="vLLM server", timeout_s=HEALTH_TIMEOUT_S, api_key=api_key)
 
 
-def _content(response: httpx.Response) -> Any:
-    """The parsed body of a response; raises ServerRefused for an error."""
-    text = response.text
-    content: Any = text or None
-    if text and "json" in response.headers.get("Content-Type", ""):
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ServerRefused(response.status_code, f"the answer is not JSON: {text[:200]!r}") from error
-    if not response.is_success:
-        raise ServerRefused(response.status_code, _message(content) or response.reason_phrase)
-    return content
-
-
 def _message(content: Any) -> str:
     """The sentence in an error's content, as vLLM and FastAPI lay it out."""
     if isinstance(content, dict):
         error = content.get("error", content.get("detail", content))
         return str(error.get("message", error) if isinstance(error, dict) else error)
-    return str(content or "")[:500]
+    return str(content or "")

@@ -92,7 +92,8 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
         try:
             ends = GenerationConfig.from_pretrained(model).eos_token_id
         except OSError:  # the folder has none
-            ends = getattr(AutoConfig.from_pretrained(model).get_text_config(), "eos_token_id", None)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            ends = getattr(config.get_text_config(), "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [ends]
     found = sorted({end for end in [*ends, tokenizer.eos_token_id] if end is not None})
     if not found:

@@ -97,7 +97,8 @@ def platform_arguments(model: str, max_model_len: int | None) -> dict[str, Any]:
     if max_model_len is None:
         from transformers import AutoConfig
 
-        max_model_len = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        max_model_len = config.get_text_config().max_position_embeddings
     tokens = max(_CPU_BATCHED_TOKENS, int(max_model_len or 0))
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 

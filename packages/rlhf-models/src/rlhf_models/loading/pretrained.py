@@ -287,17 +287,34 @@ def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options:
     A model from a folder is named by its absolute path, which adapters on it write down.
     """
     place = absolute_path(str(name_or_path))
+    options["trust_remote_code"] = False  # else transformers asks on the terminal whether to run it
     try:
         with _quiet_transformers(bars=False):
             return load(place, local_files_only=True, **options)
     except torch.OutOfMemoryError:
         raise
-    except _LOAD_ERRORS:
+    except _LOAD_ERRORS as error:
+        _refuse_remote_code(place, error)
         if Path(name_or_path).is_dir():
             raise
     check_on_hub(place)
-    with _quiet_transformers(bars=True):
-        return load(place, **options)
+    try:
+        with _quiet_transformers(bars=True):
+            return load(place, **options)
+    except ValueError as error:
+        _refuse_remote_code(place, error)
+        raise
+
+
+def _refuse_remote_code(name: str, error: BaseException) -> None:
+    """Say that a model needs code of its own, where that is what an error of transformers is about."""
+    if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+        raise UserError(
+            f"model {name} needs Python code that comes with it, which is never run; name a model of an "
+            "architecture that transformers has",
+            code="remote_code",
+            name=name,
+        ) from error
 
 
 def _tokenizer_from_files(name: str, **options: Any) -> Any:

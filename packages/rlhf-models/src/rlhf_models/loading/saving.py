@@ -102,7 +102,7 @@ def complete(folder: str | Path, named: Iterable[tuple[str, Tensor]]) -> None:
 
 def _on_meta(folder: Path) -> PreTrainedModel:
     """The model that a folder's config describes, without weights."""
-    config: Any = AutoConfig.from_pretrained(folder)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         return getattr(transformers, config.architectures[0])(config)
 
