@@ -115,10 +115,31 @@ def test_what_is_not_enforced_is_refused(engine: TransformersEngine, schema: Any
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
-def test_a_constraint_that_would_compile_for_long_is_refused(engine: TransformersEngine, kind: Any) -> None:
+LONG = "x" * 1001
+TOO_LONG = {
+    "enum": ("json_schema", json.dumps({"enum": [LONG, LONG + "b"]})),
+    "const": ("json_schema", json.dumps({"type": "array", "items": {"const": LONG}})),
+    "names": ("json_schema", json.dumps({"type": "object", "properties": {LONG: {"type": "null"}}})),
+    "schema": ("json_schema", json.dumps({"enum": ["x" * 50 + str(i) for i in range(2000)]})),
+    "regex": ("regex", "x" * 4097),
+    "choice": ("choice", json.dumps([LONG, LONG + "b"])),
+    "text": ("grammar", f'root ::= "{LONG}" | "{LONG}b"'),
+    "grammar": ("grammar", "root ::= " + " | ".join(['"x"'] * 4000)),
+}
+
+
+@pytest.mark.parametrize("kind, value", TOO_LONG.values(), ids=TOO_LONG)
+def test_a_constraint_that_would_compile_for_long_is_refused(
+    engine: TransformersEngine, kind: Any, value: str
+) -> None:
     with raises_error("invalid_grammar", kind=kind):
-        engine.compile(Constraint(kind, json.dumps({"enum": ["x" * 50 + str(i) for i in range(2000)]})))
+        engine.compile(Constraint(kind, value))
+
+
+def test_texts_up_to_the_limit_are_compiled(engine: TransformersEngine) -> None:
+    assert engine.compile(Constraint("choice", json.dumps(["x" * 1000, "y" * 1000])))
+    described = {"type": "string", "description": "z" * 5000, "maxLength": 5}
+    assert engine.compile(Constraint("json_schema", json.dumps(described)))
 
 
 def test_a_deep_schema_is_refused_and_a_shallow_one_is_not() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_minmax.config.constraints import GuardConfig
-from rlhf_minmax.constraints.rollback import MonitorGuard, collapse
+from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 
 CONFIG = GuardConfig()
@@ -163,6 +163,68 @@ def test_without_rollback_collapse_is_counted_and_no_weights_are_kept():
     assert monitor.guard.good == []
     kept = {"collapsed_steps": 2, "rollbacks": 0, "lowest": 0.01, "known": {"multiplier": 0.01}}
     assert monitor.guard.to_dict() == kept and monitor.guard.is_worse(0.9)
+
+
+def policy_of(**settings):
+    """A guard, and a step: the weight moves by one after the value of what it was has been measured."""
+    weight = torch.zeros(2)
+    guard = PolicyGuard(GuardConfig(value_drop=0.5, **settings), [weight])
+
+    def step(value):
+        weight.add_(1)
+        return guard.observe(value, scale=2.0)
+
+    return guard, weight, step
+
+
+def test_a_policy_whose_value_falls_far_is_put_back_where_it_was_best():
+    guard, weight, step = policy_of()
+    # Smoothed by .7 and .3: 1, 1 (measured on the start, 0, then on 1), and after -1: .4, -.02, -.314. The
+    # fall is .6, 1.02, 1.314, and 0.5 · 2 = 1 is allowed.
+    assert [step(1.0), step(1.0), step(-1.0), step(-1.0)] == [False, False, False, True]
+    assert guard.best == 1.0 and guard.value == pytest.approx(-0.02)
+    guard.roll_back()
+    assert weight.tolist() == [1.0, 1.0] and guard.rollbacks == 1
+    # What is measured next is the policy that was put back, whose value is unknown again.
+    assert not step(-3.0) and guard.best == -3.0
+    assert guard.good[0].tolist() == [1.0, 1.0]
+
+
+def test_a_policy_guard_goes_through_a_checkpoint(tmp_path):
+    guard, weight, step = policy_of()
+    other, other_weight, other_step = policy_of()
+    for value in (1.0, 2.0, -1.0):
+        step(value)
+    guard.save(tmp_path / "good")
+    other_weight.copy_(weight)
+    other.load(json.loads(json.dumps(guard.to_dict())), tmp_path / "good")
+    assert other.to_dict() == guard.to_dict()
+    assert step(-3.0) is other_step(-3.0) is True
+    guard.roll_back()
+    other.roll_back()
+    assert weight.tolist() == other_weight.tolist() == [1.0, 1.0]
+
+
+def test_without_rollback_a_fall_is_reported_and_no_policy_is_kept():
+    guard, _, step = policy_of(rollback=False)
+    assert [step(1.0), step(-4.0)] == [False, True]
+    assert guard.good == []
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+def test_the_real_policy_is_put_back(make_game, rollback):
+    overrides = (f"guards.rollback={str(rollback).lower()}", "guards.value_drop=0.01")
+    optimizer, truthful, _ = game_of(make_game, *overrides)
+    start = [parameter.detach().clone() for parameter in optimizer.policy.parameters]
+    metrics = optimizer.step(truthful, seed=0)
+    assert (metrics["guard/policy_collapsed"], metrics["guard/policy_rollbacks"]) == (0, 0)
+    assert optimizer.policy_guard is not None
+    worth_less = replace(truthful, rewards=truthful.rewards - 10)
+    metrics = optimizer.step(worth_less, seed=1)
+    assert (metrics["guard/policy_collapsed"], metrics["guard/policy_rollbacks"]) == (1, rollback)
+    same = [torch.equal(a, b) for a, b in zip(optimizer.policy.parameters, start, strict=True)]
+    assert all(same) == rollback
+    assert bool(optimizer.policy.stepper.optimizer.state) != rollback
 
 
 def game_of(make_game, *overrides):

@@ -94,6 +94,9 @@ def test_each_rollback_is_told_of():
     told = [dynamics.rollback_warning({"guard/rollbacks": count}) for count in counts]
     assert [text is not None for text in told] == [False, False, True, False, True]
     assert told[2] is not None and "put back to where it was last good" in told[2]
+    policy = [dynamics.rollback_warning({"guard/policy_rollbacks": count}) for count in counts]
+    assert [text is not None for text in policy] == [False, False, True, False, True]
+    assert policy[2] is not None and "policy" in policy[2]
     assert dynamics.rollback_warning({}) is Dynamics().rollback_warning({}) is None
 
 

@@ -82,11 +82,11 @@ def trained(model: Any, rank: int = 16) -> int:
 @pytest.mark.parametrize(
     ("overrides", "copies"),
     [
-        ((), 3),  # the guard's monitors: last good, measured, newest
+        ((), 2 * 3),  # the guards' players: last good, measured, newest
         (("guards.rollback=false",), 0),
         (("guards.rollback=false", "policy_model.average_decay=0.9"), 1),
         (("guards.rollback=false", "schedule.extragradient=true"), 2),
-        (("policy_model.step_rule=optimistic", "monitor_model.average_decay=0.9"), 3 + 2 + 1),
+        (("policy_model.step_rule=optimistic", "monitor_model.average_decay=0.9"), 2 * 3 + 2 + 1),
         (("guards.rollback=false", "pool.every=5", "pool.size=7"), 2 * 7),
     ],
 )
@@ -131,7 +131,7 @@ def test_past_players_are_kept_on_the_cpu() -> None:
     found = estimate_memory(config, models, DeviceManager(), machine, **sizes)
     gpu, cpu = found[torch.device("cuda", 0)], found[torch.device("cpu")]
     assert gpu["update"]["copies"] == size
-    assert cpu["update"] == {"copies": (3 + 2 * 2) * size}
+    assert cpu["update"] == {"copies": (2 * 3 + 2 * 2) * size}
     alone = estimate_memory(make("guards.rollback=false"), models, DeviceManager(), machine, **sizes)
     assert (
         list(alone) == [torch.device("cuda", 0)] and "copies" not in alone[torch.device("cuda", 0)]["update"]

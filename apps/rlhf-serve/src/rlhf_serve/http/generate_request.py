@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from rlhf_data import UserError
@@ -16,6 +17,7 @@ from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import with_pauses, within
 from rlhf_serve.http.telemetry import RequestRecord
 from rlhf_serve.openai.logprobs import Unfolding
+from rlhf_serve.openai.parse_request import check_form
 from rlhf_serve.openai.responses import WAITING, Format
 from rlhf_serve.openai.responses_api import ResponseFormat
 from rlhf_serve.service.best_of_n import BestOfNService, GenerationResult
@@ -71,9 +73,12 @@ class Generating:
         async with within(self._timeout_s, self.record.began), admission.enter() as waited:
             self.timing.queue_s = self.record.queue_s = waited
             try:
-                self.requests = await self.service.texts.workers.run(self._parse_requests)
+                texts = self.service.texts
+                self.requests = await texts.workers.run(self._parse_requests)
+                if self.requests[0].params.constraint is not None:
+                    await texts.compilers.run(partial(check_form, self.requests, self.service.backend))
                 if self._log_prompts:
-                    self.record.prompt = self.service.texts.decode(self.requests[0].prompt_ids)
+                    self.record.prompt = texts.decode(self.requests[0].prompt_ids)
                 yield
             except UserError as error:
                 raise invalid_request(str(error)) from error

@@ -189,8 +189,6 @@ def _request(
     max_new_tokens = _length(len(ids), asked.max_tokens, settings, service.backend)
     if max_new_tokens == 0:
         _check_nothing_drawn(body, prompt_logprobs)
-    if asked.form is not None:
-        _check_form(asked.form, service.backend)
     text = prompt.text
     if len(ids) < len(prompt.ids) and isinstance(text, str):
         text = service.texts.decode(ids)
@@ -254,7 +252,15 @@ def _check_nothing_drawn(body: Generation, prompt_logprobs: int | None) -> None:
         raise invalid_request("with max_tokens 0 there is nothing to stream; leave stream out", "stream")
 
 
-def _check_form(form: Constraint, backend: Backend) -> None:
+def check_form(requests: Sequence[GenerationRequest], backend: Backend) -> None:
+    """Compile the form that the completions of a call must have, if any.
+
+    Raises:
+        APIError: 400; it is malformed, or asks for what is not enforced.
+    """
+    form = requests[0].params.constraint
+    if form is None:
+        return
     try:
         backend.check_constraint(form)
     except UserError as error:

@@ -168,3 +168,4 @@ class BestOfNService:
         if self.scoring is not None:
             await asyncio.to_thread(self.scoring.close)
         self.texts.workers.close()
+        self.texts.compilers.close()

@@ -25,6 +25,8 @@ class Texts:
         self.tokenizer = tokenizer
         self.workers = Workers()
         """Threads in which prompts are rendered and tokenised."""
+        self.compilers = Workers(1, most_abandoned=2)
+        """A thread in which forms are compiled, so that no other request waits for one that takes long."""
         self._encoder = self._chats = Encoder(tokenizer)
         if getattr(tokenizer, "split_special_tokens", False):
             # Chats are read otherwise, and no thread may change how a tokenizer reads while another reads.

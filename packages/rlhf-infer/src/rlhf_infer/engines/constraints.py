@@ -6,6 +6,7 @@ What a grammar cannot hold a completion to is refused, never passed over.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +21,13 @@ _CACHE_BYTES = 1 << 28
 """Of the compiled grammars that are kept for later requests."""
 _MOST_BLANKS = 8
 """Blanks in a row between the parts of a JSON text; a weak model could else write nothing but blanks."""
-_LONGEST = 1 << 16
-"""Characters of a constraint: compiling takes seconds at this length, and nothing can break it off."""
+_LONGEST: dict[str, int] = {"regex": 1 << 12, "grammar": 1 << 14}
+_LONGEST_OTHER = 1 << 16
+"""Characters of a constraint: compiling takes seconds at these lengths, and nothing can break it off."""
+_LONGEST_TEXT = 1000
+"""Characters of a text that alternatives may begin with: the time grows with more than their square."""
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""A text in a grammar."""
 _REASON = 200
 """Characters of the compiler's reason that a message shows."""
 
@@ -88,13 +94,7 @@ class Grammars:
             UserError: it is malformed or too long, or asks for what is not enforced.
         """
         name = constraint.kind.replace("_", " ")
-        if len(constraint.value) > _LONGEST:
-            raise UserError(
-                f"the {name} has {len(constraint.value):,} characters; expected at most {_LONGEST:,}; "
-                "make it shorter",
-                code="invalid_grammar",
-                kind=constraint.kind,
-            )
+        _check_length(name, constraint)
         try:
             if constraint.kind == "json_schema":
                 check_schema(json.loads(constraint.value))
@@ -113,6 +113,28 @@ class Grammars:
                 code="invalid_grammar",
                 kind=constraint.kind,
             ) from error
+
+
+def _check_length(name: str, constraint: Constraint) -> None:
+    """Refuse what would compile for long."""
+    limit = _LONGEST.get(constraint.kind, _LONGEST_OTHER)
+    if len(constraint.value) > limit:
+        raise UserError(
+            f"the {name} has {len(constraint.value):,} characters; expected at most {limit:,}",
+            code="invalid_grammar",
+            kind=constraint.kind,
+        )
+    if constraint.kind == "choice":
+        texts = json.loads(constraint.value)
+    else:
+        texts = _QUOTED.findall(constraint.value) if constraint.kind == "grammar" else ()
+    longest = max(map(len, texts), default=0)
+    if longest > _LONGEST_TEXT:
+        raise UserError(
+            f"the {name} has a text of {longest:,} characters; expected at most {_LONGEST_TEXT:,}",
+            code="invalid_grammar",
+            kind=constraint.kind,
+        )
 
 
 class TokenMasks:
@@ -240,11 +262,20 @@ def _check_properties(schema: Mapping[str, Any], where: str) -> None:
     properties = schema.get("properties", {})
     if "patternProperties" in schema and properties:
         raise _refused(f"{where} has properties and patternProperties, of which one is not enforced")
+    for text in (*properties, *_strings(schema.get("enum")), *_strings([schema.get("const")])):
+        if len(text) > _LONGEST_TEXT:
+            raise _refused(
+                f"{where} has a text of {len(text):,} characters; expected at most {_LONGEST_TEXT:,}"
+            )
     required = schema.get("required", [])
     if isinstance(required, list) and isinstance(properties, Mapping):
         for name in required:
             if name not in properties:
                 raise _refused(f"{where} requires {str(name)[:64]!r}, which its properties do not list")
+
+
+def _strings(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def _refused(message: str) -> UserError:

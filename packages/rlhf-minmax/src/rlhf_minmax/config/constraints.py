@@ -133,13 +133,16 @@ class ConstraintsConfig(BaseConfig):
 
 
 class GuardConfig(BaseConfig):
-    """When a monitor counts as collapsed, and what follows."""
+    """When a player counts as collapsed, and what follows."""
 
     rollback: bool = True
-    """Restore the last good state of a collapsed monitor and of its λ; false only reports the collapse."""
+    """Restore the last good state of a collapsed player, a monitor's with its λ; false only reports it."""
     patience: int = Field(default=3, ge=1)
-    """Steps in a row that must look collapsed."""
+    """Steps in a row in which the monitor must look collapsed."""
     one_sided_rate: float = Field(default=0.95, gt=0.5, le=1)
     """Share of right answers called wrong, or of wrong ones called right, that counts as collapsed."""
     zero_std_share: float = Field(default=0.9, gt=0, le=1)
     """Share of critique groups with equal rewards that counts as collapsed."""
+    value_drop: float = Field(default=0.4, gt=0)
+    """Fall of the policy's smoothed value below its best that counts as collapsed, in units of
+    w_reward + w_judge."""

@@ -1,4 +1,4 @@
-"""Guards: a monitor that has collapsed is found, and put back to where it was good."""
+"""Guards: a player that has collapsed is found, and put back to where it was good."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 
 _WORSE = 0.1
 """Smoothed violation by which the last good monitor must have been better."""
+_SMOOTHING = 0.7
+"""Weight of what was known in the policy's smoothed value."""
 
 
 def collapse(
@@ -50,21 +52,99 @@ def collapse(
     return None
 
 
-class MonitorGuard:
-    """Keeps the last good monitor, and counts collapsed steps.
+class _Keeper:
+    """Copies of a player's parameters: the good ones, those that a step measured, and the newest.
 
-    A monitor is good where its smoothed violation is within the threshold, or the lowest so far. What a step
-    measures belongs to the monitor as the step found it, which is what is kept, not to the updated one.
+    What a step measures belongs to the player as the step found it, not to the updated one.
 
     Attributes:
-        good: copies of the parameters of the last good monitor.
+        good: copies of the parameters of the last good player.
+        rollbacks: how often it was put back.
     """
 
     def __init__(self, config: GuardConfig, parameters: Sequence[Tensor]) -> None:
-        self.config, self.parameters = config, list(parameters)
-        self.collapsed_steps, self.rollbacks = 0, 0
-        self.lowest: float | None = None
+        self.config, self.parameters, self.rollbacks = config, list(parameters), 0
         self.good = self._measured = self._newest = self._copy()
+
+    def _next(self) -> None:
+        """A step is over: what was the newest has been measured."""
+        self._measured, self._newest = self._newest, self._copy()
+
+    def _put_back(self) -> None:
+        fill(self.parameters, self.good)
+        self._newest = self.good
+        self.rollbacks += 1
+
+    def _copy(self) -> list[Tensor]:
+        return copies(self.parameters, "cpu") if self.config.rollback else []
+
+    def save(self, folder: Path) -> None:
+        """Write the last good player, for a checkpoint; every process must call it."""
+        if self.good:
+            pairs = enumerate(zip(self.parameters, self.good, strict=True))
+            save_copies(folder, ((f"{number:06d}", *pair) for number, pair in pairs))
+
+    def _load(self, folder: Path) -> None:
+        """Take up what `save` wrote; the parameters are the checkpoint's already."""
+        if self.good:
+            known = {f"{number:06d}": each for number, each in enumerate(self.parameters)}
+            found = dict(load_copies(folder, known))
+            self.good = [found[name].cpu() for name in known]
+        self._newest = self._copy()
+
+
+class PolicyGuard(_Keeper):
+    """Keeps the policy whose smoothed value was the best, and puts it back when the value has fallen far.
+
+    A single update can take a policy that hardly explores any more to wrong answers, and its own samples then
+    do not lead back. The value of an answer is what the policy is paid for it, reward model and judge.
+    """
+
+    def __init__(self, config: GuardConfig, parameters: Sequence[Tensor]) -> None:
+        super().__init__(config, parameters)
+        self.value: float | None = None
+        self.best: float | None = None
+
+    def observe(self, value: float, scale: float) -> bool:
+        """Take note of a step's mean value, after its update; whether the policy has collapsed.
+
+        Args:
+            value: of the answers that the policy gave as the step found it.
+            scale: w_reward + w_judge, the weights of standardised scores: the unit of `guards.value_drop`.
+        """
+        self._next()
+        before = value if self.value is None else self.value
+        self.value = _SMOOTHING * before + (1 - _SMOOTHING) * value
+        if self.best is None or self.value >= self.best:
+            self.best, self.good = self.value, self._measured
+            return False
+        return self.best - self.value > self.config.value_drop * scale
+
+    def roll_back(self) -> None:
+        """Put the best policy back; what it is worth now is measured afresh."""
+        self._put_back()
+        self.value = self.best = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values and the count, for a checkpoint."""
+        return {"value": self.value, "best": self.best, "rollbacks": self.rollbacks}
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take up what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
+        self.value, self.best, self.rollbacks = state["value"], state["best"], state["rollbacks"]
+        self._load(folder)
+
+
+class MonitorGuard(_Keeper):
+    """Keeps the last good monitor, and counts collapsed steps.
+
+    A monitor is good where its smoothed violation is within the threshold, or the lowest so far.
+    """
+
+    def __init__(self, config: GuardConfig, parameters: Sequence[Tensor]) -> None:
+        super().__init__(config, parameters)
+        self.collapsed_steps = 0
+        self.lowest: float | None = None
         self._good_state: dict[str, Any] | None = None
 
     def remember(self, violation_ema: float, threshold: float, known: dict[str, Any]) -> None:
@@ -83,7 +163,7 @@ class MonitorGuard:
         Returns:
             Whether the monitor has collapsed by now.
         """
-        self._measured, self._newest = self._newest, self._copy()
+        self._next()
         self.collapsed_steps = 0 if sign is None else self.collapsed_steps + 1
         return self.collapsed_steps >= self.config.patience
 
@@ -93,20 +173,9 @@ class MonitorGuard:
 
     def roll_back(self) -> dict[str, Any] | None:
         """Put the last good monitor back; what was known of it, None for the start."""
-        fill(self.parameters, self.good)
-        self._newest = self.good
+        self._put_back()
         self.collapsed_steps = 0
-        self.rollbacks += 1
         return self._good_state
-
-    def _copy(self) -> list[Tensor]:
-        return copies(self.parameters, "cpu") if self.config.rollback else []
-
-    def save(self, folder: Path) -> None:
-        """Write the last good monitor, for a checkpoint; every process must call it."""
-        if self.good:
-            pairs = enumerate(zip(self.parameters, self.good, strict=True))
-            save_copies(folder, ((f"{number:06d}", *pair) for number, pair in pairs))
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and what is known of the good monitor, for a checkpoint."""
@@ -121,8 +190,4 @@ class MonitorGuard:
         """Take up what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
         self.collapsed_steps, self.rollbacks = state["collapsed_steps"], state["rollbacks"]
         self.lowest, self._good_state = state["lowest"], state["known"]
-        if self.good:
-            known = {f"{number:06d}": each for number, each in enumerate(self.parameters)}
-            found = dict(load_copies(folder, known))
-            self.good = [found[name].cpu() for name in known]
-        self._newest = self._copy()
+        self._load(folder)

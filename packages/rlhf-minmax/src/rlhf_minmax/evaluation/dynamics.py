@@ -25,6 +25,7 @@ class Dynamics:
         policy_steps: steps in which it learned.
         values: the game's values in the last steps.
         rollbacks: rollbacks of the monitor so far.
+        policy_rollbacks: rollbacks of the policy so far.
         warned: whether a time scale out of range was reported.
     """
 
@@ -33,6 +34,7 @@ class Dynamics:
     policy_steps: int = 0
     values: list[float] = field(default_factory=list)
     rollbacks: float = 0.0
+    policy_rollbacks: float = 0.0
     warned: bool = False
 
     def update(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
@@ -84,15 +86,21 @@ class Dynamics:
         )
 
     def rollback_warning(self, metrics: Mapping[str, Any]) -> str | None:
-        """Warning about a rollback of the monitor in this step."""
-        rollbacks = metrics.get("guard/rollbacks", 0.0)
-        if rollbacks <= self.rollbacks:
-            return None
-        self.rollbacks = rollbacks
-        return (
-            "the monitor had collapsed and was put back to where it was last good; "
-            "lower training.monitor_learning_rate, or raise game.beta or constraint.lambda_max"
-        )
+        """Warning about a rollback of a player in this step."""
+        before = self.rollbacks, self.policy_rollbacks
+        self.rollbacks = metrics.get("guard/rollbacks", self.rollbacks)
+        self.policy_rollbacks = metrics.get("guard/policy_rollbacks", self.policy_rollbacks)
+        if self.policy_rollbacks > before[1]:
+            return (
+                "the policy had collapsed and was put back to where its value was best; lower "
+                "training.policy_learning_rate if that happens again"
+            )
+        if self.rollbacks > before[0]:
+            return (
+                "the monitor had collapsed and was put back to where it was last good; "
+                "lower training.monitor_learning_rate, or raise game.beta or constraint.lambda_max"
+            )
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -23,7 +23,7 @@ from rlhf_minmax.constraints.controllers import (
     penalties,
     under_short_names,
 )
-from rlhf_minmax.constraints.rollback import MonitorGuard, collapse
+from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.dual_ascent import DualState
 from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.game.rates import spread_ratio, verdict_errors
@@ -70,6 +70,7 @@ class DualPPOOptimizer:
         self.monitor: PlayerOptimizer | None = None
         self.monitor_constraints: dict[str, Controller] = {}
         self.guard: MonitorGuard | None = None
+        self.policy_guard: PolicyGuard | None = None
         self.balanced_accuracy: float | None = None
         self._ahead: dict[str, LookAhead] = {}
         dual = config.constraint.dual_settings()
@@ -80,6 +81,7 @@ class DualPPOOptimizer:
             self.monitor = self._player("monitor", total_steps)
             self.monitor_constraints = controllers("monitor", config.constraints.monitor)
             self.guard = MonitorGuard(config.guards, self.monitor.parameters)
+            self.policy_guard = PolicyGuard(config.guards, self.policy.parameters)
 
     def _player(self, role: Literal["policy", "monitor"], total_steps: int) -> PlayerOptimizer:
         config = self.config
@@ -131,6 +133,8 @@ class DualPPOOptimizer:
         if turn.policy_learns:
             metrics |= self._policy_turn(output, seed, past_monitor)
         self._land("policy")
+        if turn.policy_learns and self.policy_guard is not None:
+            metrics |= self._policy_guarded(self.policy_guard, metrics["policy/judged_value"])
         return metrics
 
     @contextmanager
@@ -141,10 +145,11 @@ class DualPPOOptimizer:
         stood before; see `LookAhead`.
         """
         ahead = {role: LookAhead(player.stepper.trained) for role, player in self.players().items()}
-        accuracy, guard, self.guard = self.balanced_accuracy, self.guard, None
+        accuracy, guards = self.balanced_accuracy, (self.guard, self.policy_guard)
+        self.guard = self.policy_guard = None
         multipliers = [controller.to_dict() for controller in self._all_controllers()]
         yield
-        self.balanced_accuracy, self.guard = accuracy, guard
+        self.balanced_accuracy, (self.guard, self.policy_guard) = accuracy, guards
         for controller, state in zip(self._all_controllers(), multipliers, strict=True):
             controller.load(state)
         for each in ahead.values():
@@ -308,6 +313,14 @@ class DualPPOOptimizer:
         }
         return under_short_names(self._truth.metrics(output.mean_violation)) | found
 
+    def _policy_guarded(self, guard: PolicyGuard, value: float) -> Metrics:
+        """Keep a good policy, put a collapsed one back."""
+        collapsed = guard.observe(value, self.config.game.w_reward + self.pipeline.w_judge)
+        if collapsed and self.config.guards.rollback:
+            guard.roll_back()
+            self.policy.forget()
+        return {"guard/policy_collapsed": float(collapsed), "guard/policy_rollbacks": float(guard.rollbacks)}
+
     def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> Metrics:
         """Update of the policy on the answers of one pass."""
         violations = self._policy_violations(answers)
@@ -362,9 +375,12 @@ class DualPPOOptimizer:
         if self.monitor is not None and self.guard is not None:
             self.monitor.save(folder, "monitor")
             self.guard.save(folder / "good_monitor")
+        if self.policy_guard is not None:
+            self.policy_guard.save(folder / "good_policy")
         return {
             "controllers": {each.name: each.to_dict() for each in self._all_controllers()},
             "guard": self.guard and self.guard.to_dict(),
+            "policy_guard": self.policy_guard and self.policy_guard.to_dict(),
             "balanced_accuracy": self.balanced_accuracy,
         }
 
@@ -374,6 +390,8 @@ class DualPPOOptimizer:
         if self.monitor is not None and self.guard is not None:
             self.monitor.load(folder, "monitor")
             self.guard.load(state["guard"], folder / "good_monitor")
+        if self.policy_guard is not None and state.get("policy_guard"):  # older checkpoints have none
+            self.policy_guard.load(state["policy_guard"], folder / "good_policy")
         for controller in self._all_controllers():
             controller.load(state["controllers"][controller.name])
         self.balanced_accuracy = state["balanced_accuracy"]

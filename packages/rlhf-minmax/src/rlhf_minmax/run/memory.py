@@ -39,7 +39,7 @@ from rlhf_models import (
 _COPY_BYTES = 4
 """Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
 _GUARDED = 3
-"""Copies of the monitor that its guard keeps: the last good one, the measured one and the newest."""
+"""Copies of a player that its guard keeps: the last good one, the measured one and the newest."""
 _STEP_COPIES = {"plain": 0, "optimistic": 2}
 """Gradients kept by a step: its own and those of the previous step."""
 _SUMMED = 1 << 26
@@ -91,7 +91,7 @@ def estimate_memory(
       per model. Scorers that are adapters on a player's backbone take 4 bytes a parameter.
     - Gradients: of one player at a time, but under DeepSpeed, which has a place for each.
     - Copies in fp32 of a player's P trained parameters: P for an average, P for extragradient steps, 2 P
-      for optimistic ones; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
+      for optimistic ones; on the CPU 3 P for `guards.rollback`, and `pool.size` times P of
       both players for the pools. Of sharded players each process has its part.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`. Keys and values of a
       generation: tokens held at a time x layers x 2 x key-value width.
@@ -209,7 +209,7 @@ class _Planned:
             kept = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
             on.copies += counts[role] * (kept + config.schedule.extragradient)
         if config.guards.rollback:
-            cpu.copies += _GUARDED * counts["monitor"]
+            cpu.copies += _GUARDED * (counts["policy"] + counts["monitor"])
         if config.pool.every:
             cpu.copies += config.pool.size * (counts["policy"] + counts["monitor"])
         if config.diagnostics.best_response_updates:
