@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class DualPPOOptimizer:
             metrics |= self._policy_turn(output, seed, past_monitor)
         self._land("policy")
         if turn.policy_learns and self.policy_guard is not None:
-            metrics |= self._policy_guarded(self.policy_guard, metrics["policy/judged_value"])
+            metrics |= self._policy_guarded(self.policy_guard, cast(float, metrics["policy/judged_value"]))
         return metrics
 
     @contextmanager
