@@ -13,7 +13,8 @@ import pytest
 
 SETTINGS = {
     "demo": {
-        "pretrain_steps": 30,
+        "pretrain_steps": 60,
+        "min_verdict_accuracy": 0.0,
         "sft_steps": 20,
         "reward_steps": 10,
         "num_stories": 20,

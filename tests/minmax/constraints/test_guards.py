@@ -232,7 +232,7 @@ def game_of(make_game, *overrides):
     pipeline, stories = make_game(
         "guards.patience=1", "constraint.lambda_max=5", "schedule.monitor_refresh=reuse", *overrides
     )
-    output = pipeline.forward_pass(stories.train[:4], seed=0)
+    output = pipeline.forward_pass(stories.train[:12], seed=0)
     zeros = torch.zeros_like(output.weighted_violation)
     silent = [replace(each, parsed=None) for each in output.critiques]
     truthful = replace(output, weighted_violation=zeros)
