@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -293,6 +294,25 @@ def test_a_temperature_next_to_nothing_is_answered_or_refused(door: Door, value:
         answer = door.post("temperature", path, BODIES[path] | {"temperature": value})
         assert answer is not None and b"NaN" not in answer[2]
         check_answer("temperature", "POST", *answer)
+
+
+def test_a_form_that_compiles_for_long_keeps_nobody_else_waiting(door: Door) -> None:
+    body = {"model": "policy", "prompt": PROMPT, "max_tokens": 2}
+    ended: list[str] = []
+
+    def ask(name: str, more: dict[str, Any]) -> None:
+        answer = door.post(name, "/v1/completions", body | more)
+        assert answer is not None and answer[0] == 200
+        ended.append(name)
+
+    forms = [[letter * 990 + str(i) for i in range(19)] for letter in "wxyz"]
+    threads = [Thread(target=ask, args=("form", {"structured_outputs": {"choice": form}})) for form in forms]
+    for thread in threads:
+        thread.start()
+    ask("plain", {})
+    for thread in threads:
+        thread.join()
+    assert sorted(ended) == ["form"] * 4 + ["plain"] and ended[-1] == "form"
 
 
 @pytest.mark.parametrize("path", [*BODIES])
