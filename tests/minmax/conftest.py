@@ -13,7 +13,7 @@ import pytest
 
 SETTINGS = {
     "demo": {
-        "pretrain_steps": 60,
+        "pretrain_steps": 45,
         "min_verdict_accuracy": 0.0,
         "sft_steps": 20,
         "reward_steps": 10,
