@@ -130,18 +130,16 @@ def requests(model: Any, count: int, ends: list[int]) -> dict[str, Any]:
     for seed in range(count):
         prompt = generator.integers(5, 300, 32).tolist()
         params = SamplingParams(1024, temperature=1.5, seed=seed)
-        follow = lambda *_: most.append(batcher.running)  # noqa: E731
-        done.append(batcher.submit(prompt, 1, params, on_token=follow))
+        done.append(batcher.submit(prompt, 1, params, on_token=lambda *_: most.append(batcher.running)))
     lengths = [len(each.result()[0].completion_ids) for each in done]
     seconds = time.perf_counter() - start
     batcher.close()
-    preemptions = getattr(batcher, "preemptions", 0)
     return {
         "seconds": round(seconds, 2),
         "tokens": sum(lengths),
         "longest": max(lengths),
         "at_once": max(most),
-        "preemptions": preemptions,
+        "preemptions": batcher.preemptions,
     }
 
 

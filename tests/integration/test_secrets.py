@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,7 +39,7 @@ class Scorer(http.server.BaseHTTPRequestHandler):
     """A server that says what key it was sent, wherever a server may say something."""
 
     refuses = True
-    seen: list[str] = []  # noqa: RUF012
+    seen: ClassVar[list[str]] = []
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -8,28 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from letters import LetterTokenizer
 from raises import raises_error
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines.continuous_batching import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
-
-class _Tokenizer:
-    eos_token_id = 2
-
-    @staticmethod
-    def decode(ids: list[int], **options: Any) -> str:
-        del options
-        return "".join(chr(97 + i % 26) for i in ids)
-
-
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31], [5, 6, 7, 8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_requests_together_get_what_each_gets_alone(name: str, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(name), _Tokenizer())
+    engine = TransformersEngine(lively_model(name), LetterTokenizer())
     asked = [
         (PROMPTS[0], 3, SamplingParams(12, seed=1)),
         (PROMPTS[1], 3, SamplingParams(12, seed=2)),  # joins the first one's cohort, with a seed of its own
@@ -50,7 +41,7 @@ def test_requests_together_get_what_each_gets_alone(name: str, lively_model: Any
 
 
 def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer())
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), LetterTokenizer())
     engine.eos_token_ids = [10**6]
     expected = [engine.generate([PROMPTS[1]], 2, SamplingParams(n, seed=4))[0] for n in (300, 10)]
     batcher, started = ContinuousBatcher(engine), threading.Event()
@@ -77,7 +68,7 @@ def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
 
 
 def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=4096), _Tokenizer())
+    engine = TransformersEngine(lively_model(max_position_embeddings=4096), LetterTokenizer())
     engine.eos_token_ids = [10**6]
     cancelled: list[int] = []
     cancel = Cohort.cancel
@@ -95,7 +86,9 @@ def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch, lively_mode
 
 
 def test_requests_wait_until_their_keys_and_values_fit(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=300)
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=512), LetterTokenizer(), max_batch_tokens=300
+    )
     engine.eos_token_ids = [10**6]
     batcher, started = ContinuousBatcher(engine), threading.Event()
     first = batcher.submit(PROMPTS[0], 1, SamplingParams(128), on_token=lambda *_: started.set())
@@ -108,9 +101,11 @@ def test_requests_wait_until_their_keys_and_values_fit(lively_model: Any) -> Non
 
 
 def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=130)
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=512), LetterTokenizer(), max_batch_tokens=130
+    )
     params = SamplingParams(50, seed=3)
-    expected = TransformersEngine(engine.model, _Tokenizer()).generate([PROMPTS[0]], 7, params)[0]
+    expected = TransformersEngine(engine.model, LetterTokenizer()).generate([PROMPTS[0]], 7, params)[0]
     batcher = ContinuousBatcher(engine)
     most: list[int] = []
     told: dict[int, list[int]] = {}
@@ -139,7 +134,9 @@ def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -
 
 
 def test_rows_that_finish_make_room(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=900)
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=512), LetterTokenizer(), max_batch_tokens=900
+    )
     engine.eos_token_ids = list(range(2, 60))
     batcher = ContinuousBatcher(engine)
     seen: list[tuple[int, int]] = []
@@ -154,7 +151,7 @@ def test_rows_that_finish_make_room(lively_model: Any) -> None:
 
 
 def test_one_request_that_fails_fails_alone(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
     batcher = ContinuousBatcher(engine)
     with raises_error("context_too_short"):
         batcher.submit(PROMPTS[0], 1, SamplingParams(100_000))
@@ -171,7 +168,7 @@ def test_one_request_that_fails_fails_alone(lively_model: Any) -> None:
 
 
 def test_closing_gives_up_what_runs(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=4096), _Tokenizer())
+    engine = TransformersEngine(lively_model(max_position_embeddings=4096), LetterTokenizer())
     engine.eos_token_ids = [10**6]
     batcher, started = ContinuousBatcher(engine), threading.Event()
     running = batcher.submit(PROMPTS[0], 2, SamplingParams(4000), on_token=lambda *_: started.set())
@@ -184,7 +181,7 @@ def test_closing_gives_up_what_runs(lively_model: Any) -> None:
 
 
 def test_later_samples_are_those_of_one_draw(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
     params = SamplingParams(10, seed=5)
     [together] = engine.generate([PROMPTS[0]], 8, params)
     parts = [
@@ -197,7 +194,7 @@ def test_later_samples_are_those_of_one_draw(lively_model: Any) -> None:
 
 def test_likeliest_tokens_are_reported_beside_those_drawn(lively_model: Any) -> None:
     model = lively_model()
-    engine = TransformersEngine(model, _Tokenizer())
+    engine = TransformersEngine(model, LetterTokenizer())
     prompt = PROMPTS[0]
     [[rollout]] = engine.generate([prompt], 1, SamplingParams(6, temperature=0.7, seed=2, top_logprobs=4))
     ids = torch.tensor([[*prompt, *rollout.completion_ids]])
@@ -214,7 +211,7 @@ def test_likeliest_tokens_are_reported_beside_those_drawn(lively_model: Any) -> 
 
 
 def test_other_work_is_done_in_the_midst_of_generation(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=4096), _Tokenizer())
+    engine = TransformersEngine(lively_model(max_position_embeddings=4096), LetterTokenizer())
     engine.eos_token_ids = [10**6]
     batcher, started = ContinuousBatcher(engine), threading.Event()
     running = batcher.submit(PROMPTS[0], 1, SamplingParams(3000), on_token=lambda *_: started.set())

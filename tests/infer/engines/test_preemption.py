@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from letters import LetterTokenizer
+from proofs import by_default
 from rlhf_infer import (
     ContinuousBatcher,
     DraftModel,
@@ -24,15 +26,6 @@ from rlhf_infer.kv.decode_attention import BLOCK, room
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31]]
 SYSTEM = list(range(50, 90))
 NEVER = [10**6]
-
-
-class _Tokenizer:
-    eos_token_id = 2
-
-    @staticmethod
-    def decode(ids: list[int], **options: Any) -> str:
-        del options
-        return "".join(chr(97 + i % 26) for i in ids)
 
 
 def memory(cohort: Cohort) -> int:
@@ -73,6 +66,16 @@ def drawn(rollouts: Sequence[Any]) -> list[Any]:
     return [(each.completion_ids, each.finish_reason) for each in rollouts]
 
 
+def play(engine: TransformersEngine, samples: int, params: SamplingParams, expected: list[Any]) -> Watched:
+    """Draws for all prompts together; checks that each got what it gets alone; the closed batcher."""
+    batcher = Watched(engine)
+    futures = [batcher.submit(prompt, samples, params) for prompt in PROMPTS]
+    batcher.ready.set()
+    assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
+    batcher.close()
+    return batcher
+
+
 def test_room_is_in_blocks_of_128_up_to_the_longest() -> None:
     assert [room(tokens, 300) for tokens in (0, 1, 128, 129, 256, 257, 300)] == [
         0,
@@ -90,18 +93,14 @@ def test_a_long_limit_takes_up_no_room(lively_model: Any) -> None:
     # By hand: each may come to 7 + 2·1,000 = 2,007 tokens, so that only one would fit 2,100. With a block for
     # each row they take 7 + 2·128 = 263, and 263 + 260 + 258 = 781 together.
     engine = TransformersEngine(
-        lively_model(max_position_embeddings=2048), _Tokenizer(), max_batch_tokens=2100
+        lively_model(max_position_embeddings=2048), LetterTokenizer(), max_batch_tokens=2100
     )
     engine.eos_token_ids = list(range(2, 60))
     params = SamplingParams(1000, seed=1)
     expected = [engine.generate([prompt], 2, params)[0] for prompt in PROMPTS]
     assert max(len(rollout.completion_ids) for own in expected for rollout in own) <= 128
-    batcher = Watched(engine)
-    futures = [batcher.submit(prompt, 2, params) for prompt in PROMPTS]
-    batcher.ready.set()
-    assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
+    batcher = play(engine, 2, params, expected)
     assert batcher.together == 3 and batcher.preemptions == 0 and batcher.most <= 781
-    batcher.close()
 
 
 SETTINGS = {
@@ -112,12 +111,18 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "prefixes"), [*((name, 0) for name in SETTINGS), ("sampled", 256)])
-def test_the_youngest_pauses_and_no_token_changes(settings: str, prefixes: int, lively_model: Any) -> None:
+CASES = [*((name, 0) for name in SETTINGS), ("sampled", 256)]
+
+
+@pytest.mark.parametrize("case", by_default(CASES, ("penalties", 0), ("sampled", 256)))
+def test_the_youngest_pauses_and_no_token_changes(case: tuple[str, int], lively_model: Any) -> None:
+    settings, prefixes = case
     model, params = lively_model(max_position_embeddings=512), SETTINGS[settings]
     bound = 900 + 3 * len(SYSTEM) * bool(prefixes)
     prompts = [[*SYSTEM, *prompt] for prompt in PROMPTS] if prefixes else PROMPTS
-    engine = TransformersEngine(model, _Tokenizer(), max_batch_tokens=bound, prefix_cache_tokens=prefixes)
+    engine = TransformersEngine(
+        model, LetterTokenizer(), max_batch_tokens=bound, prefix_cache_tokens=prefixes
+    )
     engine.eos_token_ids = NEVER
     expected = [engine.generate([prompt], 2, params)[0] for prompt in prompts]
     batcher = Watched(engine)
@@ -142,47 +147,39 @@ def test_the_youngest_pauses_and_no_token_changes(settings: str, prefixes: int, 
     batcher.close()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", by_default(["gemma2", "mistral", "qwen3", "gpt2"], "gemma2"))
 def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=512)
     assert within_window(model, 307) == (name not in ("gemma2", "mistral"))
     engine, params = (
-        TransformersEngine(model, _Tokenizer(), max_batch_tokens=500),
+        TransformersEngine(model, LetterTokenizer(), max_batch_tokens=500),
         SamplingParams(300, seed=5),
     )
     engine.eos_token_ids = NEVER
     expected = [engine.generate([prompt], 1, params)[0] for prompt in PROMPTS]
-    batcher = Watched(engine)
-    futures = [batcher.submit(prompt, 1, params) for prompt in PROMPTS]
-    batcher.ready.set()
-    assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
+    batcher = play(engine, 1, params, expected)
     assert batcher.preemptions >= 1 and batcher.most <= 500
-    batcher.close()
 
 
-@pytest.mark.parametrize("guesses", ["n-grams", "draft model"])
+@pytest.mark.parametrize("guesses", by_default(["n-grams", "draft model"], "n-grams"))
 def test_speculation_goes_on_where_it_was(guesses: str, lively_model: Any) -> None:
     model = lively_model(max_position_embeddings=512)
-    drafter: Any = NgramDrafter() if guesses == "n-grams" else DraftModel(model, _Tokenizer(), guesses=3)
+    drafter: Any = NgramDrafter() if guesses == "n-grams" else DraftModel(model, LetterTokenizer(), guesses=3)
     drafter.measured = False  # so that guesses are made in every pass
     params = SamplingParams(300, temperature=0, coupled=drafter.couples)
-    plain = TransformersEngine(model, _Tokenizer())
-    engine = SpeculativeDecoder(model, _Tokenizer(), drafter, max_batch_tokens=900)
+    plain = TransformersEngine(model, LetterTokenizer())
+    engine = SpeculativeDecoder(model, LetterTokenizer(), drafter, max_batch_tokens=900)
     plain.eos_token_ids = engine.eos_token_ids = NEVER
     expected = [plain.generate([prompt], 2, params)[0] for prompt in PROMPTS]
-    batcher = Watched(engine)
-    futures = [batcher.submit(prompt, 2, params) for prompt in PROMPTS]
-    batcher.ready.set()
-    assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
+    batcher = play(engine, 2, params, expected)
     assert batcher.preemptions >= 1 and batcher.most <= 900
     assert max(batcher.computed) > 1  # guesses were among what had to be computed again
-    batcher.close()
 
 
 def test_a_wrong_key_after_a_pause_shows(lively_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tokens agree above says something: with the signs of what comes back turned they do not."""
     model, params = lively_model(max_position_embeddings=512), SamplingParams(300, seed=5)
-    engine = TransformersEngine(model, _Tokenizer(), max_batch_tokens=500)
+    engine = TransformersEngine(model, LetterTokenizer(), max_batch_tokens=500)
     engine.eos_token_ids = NEVER
     expected = [engine.generate([prompt], 1, params)[0] for prompt in PROMPTS]
     resume = Cohort.resume
@@ -212,7 +209,7 @@ def test_what_pauses_can_be_cancelled_closed_or_fail(
     lively_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = TransformersEngine(
-        lively_model(max_position_embeddings=4096), _Tokenizer(), max_batch_tokens=2100
+        lively_model(max_position_embeddings=4096), LetterTokenizer(), max_batch_tokens=2100
     )
     engine.eos_token_ids = NEVER
     long = SamplingParams(2000, seed=1)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from letters import LetterTokenizer
 from rlhf_infer import ContinuousBatcher, SamplingParams, SearchSettings, TransformersEngine, TreeSearch
 from rlhf_infer.engines.prefill import keep_prefix
 from rlhf_infer.engines.transformers_engine import PREFIX_BLOCK as BLOCK
@@ -16,10 +17,6 @@ from rlhf_infer.kv.decode_attention import PromptCache
 from rlhf_infer.kv.paged_cache import PagedKVCache
 from rlhf_models import stream_forward, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
-
-
-class _Tokenizer:
-    eos_token_id = 2
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -40,8 +37,8 @@ PROMPTS = [
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_completions_and_log_probs_are_those_without(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=256)
-    plain = TransformersEngine(model, _Tokenizer())
-    cached = TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=1024)
+    plain = TransformersEngine(model, LetterTokenizer())
+    cached = TransformersEngine(model, LetterTokenizer(), prefix_cache_tokens=1024)
     params = SamplingParams(12, seed=3)
     for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):
         expected, found = (engine.generate(prompts, 2, params) for engine in (plain, cached))
@@ -62,7 +59,7 @@ def test_only_what_follows_known_blocks_is_computed(
 
     monkeypatch.setattr("rlhf_infer.engines.transformers_engine.stream_forward", counted)
     engine = TransformersEngine(
-        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+        lively_model(max_position_embeddings=256), LetterTokenizer(), prefix_cache_tokens=1024
     )
     params = SamplingParams(1, seed=3)
     for prompt, computed in (
@@ -79,7 +76,7 @@ def test_only_what_follows_known_blocks_is_computed(
 
 def test_new_weights_forget(lively_model: Any) -> None:
     engine = TransformersEngine(
-        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+        lively_model(max_position_embeddings=256), LetterTokenizer(), prefix_cache_tokens=1024
     )
     engine.generate(PROMPTS[:2], 1, SamplingParams(1))
     assert engine.prefixes is not None and engine.prefixes.stats.known == 3
@@ -89,8 +86,8 @@ def test_new_weights_forget(lively_model: Any) -> None:
 
 def test_requests_of_a_batcher_share(lively_model: Any) -> None:
     model = lively_model(max_position_embeddings=256)
-    expected = TransformersEngine(model, _Tokenizer()).generate(PROMPTS, 2, SamplingParams(8, seed=1))
-    batcher = ContinuousBatcher(TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=256))
+    expected = TransformersEngine(model, LetterTokenizer()).generate(PROMPTS, 2, SamplingParams(8, seed=1))
+    batcher = ContinuousBatcher(TransformersEngine(model, LetterTokenizer(), prefix_cache_tokens=256))
     found = [batcher.submit(prompt, 2, SamplingParams(8, seed=1)) for prompt in PROMPTS]
     for own, future in zip(expected, found, strict=True):
         assert [r.completion_ids for r in future.result()] == [r.completion_ids for r in own]
@@ -167,8 +164,8 @@ def test_the_end_of_the_oldest_prompt_goes_first() -> None:
 
 def test_blocks_of_another_dtype_are_read_too(lively_model: Any) -> None:
     model = lively_model(max_position_embeddings=256)
-    plain = TransformersEngine(model, _Tokenizer())
-    cached = TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=1024)
+    plain = TransformersEngine(model, LetterTokenizer())
+    cached = TransformersEngine(model, LetterTokenizer(), prefix_cache_tokens=1024)
     params = SamplingParams(4, temperature=0)
     with torch.autocast("cpu", torch.bfloat16):
         cached.generate(PROMPTS[:1], 1, params)
@@ -178,7 +175,7 @@ def test_blocks_of_another_dtype_are_read_too(lively_model: Any) -> None:
 
 def test_a_pass_that_fails_holds_no_blocks(lively_model: Any) -> None:
     engine = TransformersEngine(
-        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+        lively_model(max_position_embeddings=256), LetterTokenizer(), prefix_cache_tokens=1024
     )
     assert engine.prefixes is not None
     engine.generate(PROMPTS[:1], 1, SamplingParams(1))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from letters import LetterTokenizer
 from raises import raises_error
 from rlhf_infer import (
     Constraint,
@@ -37,19 +38,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stops": {"stop": ("qq", "a"), "stop_token_ids": (7, 8), "min_new_tokens": 3},
     "reported": {"temperature": 0.7, "top_logprobs": 3, "raw_logprobs": True, "logit_bias": ((9, 2.0),)},
 }
-
-
-class _Tokenizer:
-    eos_token_id = 2
-
-    @staticmethod
-    def decode(ids: list[int], **options: Any) -> str:
-        del options
-        return "".join(chr(97 + i % 26) for i in ids)
-
-    @staticmethod
-    def get_vocab() -> dict[str, int]:
-        return {"a": 0}
 
 
 class _Always:
@@ -88,7 +76,7 @@ def drafter_of(kind: str, engine: TransformersEngine, params: SamplingParams) ->
         return half_right(engine, 3, params)
     if kind == "ngram":
         return _Always(NgramDrafter())
-    return _Always(DraftModel(close_to(engine.model), _Tokenizer(), guesses=3))
+    return _Always(DraftModel(close_to(engine.model), LetterTokenizer(), guesses=3))
 
 
 def assert_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
@@ -107,34 +95,36 @@ def assert_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> No
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", ["previous", "ngram", "model"])
 def test_tokens_are_those_of_the_plain_engine(kind: str, settings: str, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
     params = SamplingParams(24, seed=4, **SETTINGS[settings])
     expected = engine.generate(PROMPTS, 3, params)
-    speculative = SpeculativeDecoder(engine.model, _Tokenizer(), drafter_of(kind, engine, params))
+    speculative = SpeculativeDecoder(engine.model, LetterTokenizer(), drafter_of(kind, engine, params))
     assert_same(speculative.generate(PROMPTS, 3, params), expected)
 
 
 def test_with_a_draft_model_samples_are_coupled_ones(lively_model: Any) -> None:
-    engine, params = TransformersEngine(lively_model(), _Tokenizer()), SamplingParams(24, seed=4)
+    engine, params = TransformersEngine(lively_model(), LetterTokenizer()), SamplingParams(24, seed=4)
     expected = engine.generate(PROMPTS, 2, replace(params, coupled=True))
-    decoder = SpeculativeDecoder(engine.model, _Tokenizer(), DraftModel(close_to(engine.model), _Tokenizer()))
+    decoder = SpeculativeDecoder(
+        engine.model, LetterTokenizer(), DraftModel(close_to(engine.model), LetterTokenizer())
+    )
     assert_same(decoder.generate(PROMPTS, 2, params), expected)
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_every_architecture_takes_guesses(name: str, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(name), _Tokenizer())
+    engine = TransformersEngine(lively_model(name), LetterTokenizer())
     params = SamplingParams(20, seed=1)
     expected = engine.generate(PROMPTS, 3, params)
     for kind in ("previous", "model"):
-        speculative = SpeculativeDecoder(engine.model, _Tokenizer(), drafter_of(kind, engine, params))
+        speculative = SpeculativeDecoder(engine.model, LetterTokenizer(), drafter_of(kind, engine, params))
         assert_same(speculative.generate(PROMPTS, 3, params), expected)
 
 
 def test_right_guesses_save_passes_and_wrong_ones_cost_none(
     lively_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer())
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), LetterTokenizer())
     engine.eos_token_ids = [10**6]  # none ends
     params = SamplingParams(100, seed=1)
     expected = engine.generate(PROMPTS, 2, params)
@@ -146,7 +136,7 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(
     )
     previous = PreviousCompletions()
     previous.keep(expected)
-    speculative = SpeculativeDecoder(engine.model, _Tokenizer(), previous)
+    speculative = SpeculativeDecoder(engine.model, LetterTokenizer(), previous)
     speculative.eos_token_ids = engine.eos_token_ids
     assert_same(speculative.generate(PROMPTS, 2, params), expected)
     assert len(passes) == 100  # a prefill and 99 tokens: how far epochs agree is not known yet
@@ -184,12 +174,12 @@ def test_what_guesses_save_goes_by_the_row_that_goes_on_alone_for_longest() -> N
 
 
 def test_the_state_of_previous_completions_is_all_there_is(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
     params = SamplingParams(12, seed=1)
     previous, again = half_right(engine, 3, params), PreviousCompletions(least=0)
     again.load_state(previous.state())
     assert again.state() == previous.state()
-    one, other = (SpeculativeDecoder(engine.model, _Tokenizer(), each) for each in (previous, again))
+    one, other = (SpeculativeDecoder(engine.model, LetterTokenizer(), each) for each in (previous, again))
     assert one.generate(PROMPTS, 3, params) == other.generate(PROMPTS, 3, params)
 
 
@@ -202,7 +192,7 @@ def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model:
     model = lively_model(vocab_size=40)
     options = {"biased": {"logit_bias": ((9, 1.5), (11, -1.0))}} | SETTINGS
     prompt, rounds, n = tuple(PROMPTS[0]), 10, 10_000
-    engine = TransformersEngine(model, _Tokenizer())
+    engine = TransformersEngine(model, LetterTokenizer())
     engine.eos_token_ids = [10**6]
     firsts = [[first] for first in range(40)]
     with torch.no_grad():
@@ -219,7 +209,7 @@ def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model:
     previous = PreviousCompletions(least=0)
     for _ in range(2):
         previous.keep([[Rollout(prompt, [*guess, 0], [0.0] * 3, "length")] * n])
-    decoder = SpeculativeDecoder(model, _Tokenizer(), previous)
+    decoder = SpeculativeDecoder(model, LetterTokenizer(), previous)
     decoder.eos_token_ids = engine.eos_token_ids
     counts = torch.zeros(1600)
     for seed in range(rounds):
@@ -304,33 +294,33 @@ def test_a_race_is_a_function_of_place_and_token() -> None:
     ],
 )
 def test_what_needs_tokens_one_by_one_is_decoded_plainly(params: SamplingParams, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
-    decoder = SpeculativeDecoder(engine.model, _Tokenizer(), half_right(engine, 2, SamplingParams(10)))
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
+    decoder = SpeculativeDecoder(engine.model, LetterTokenizer(), half_right(engine, 2, SamplingParams(10)))
     assert_same(decoder.generate(PROMPTS, 2, params), engine.generate(PROMPTS, 2, params))
 
 
 def test_a_sliding_window_is_decoded_plainly(lively_model: Any) -> None:
     model = lively_model("mistral", sliding_window=8)
-    engine, params = TransformersEngine(model, _Tokenizer()), SamplingParams(16, seed=2)
-    decoder = SpeculativeDecoder(model, _Tokenizer(), half_right(engine, 2, params))
+    engine, params = TransformersEngine(model, LetterTokenizer()), SamplingParams(16, seed=2)
+    decoder = SpeculativeDecoder(model, LetterTokenizer(), half_right(engine, 2, params))
     assert_same(decoder.generate(PROMPTS, 2, params), engine.generate(PROMPTS, 2, params))
 
 
 def test_a_draft_model_with_other_tokens_is_refused(lively_model: Any) -> None:
-    class Other(_Tokenizer):
+    class Other(LetterTokenizer):
         @staticmethod
         def get_vocab() -> dict[str, int]:
             return {"b": 0}
 
-    draft = DraftModel(lively_model(), _Tokenizer())
-    draft.check_tokenizer(_Tokenizer())
+    draft = DraftModel(lively_model(), LetterTokenizer())
+    draft.check_tokenizer(LetterTokenizer())
     with raises_error("tokenizers_differ"):
         draft.check_tokenizer(Other())
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
 def test_the_batcher_hands_over_every_token(kind: str, lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Tokenizer())
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
     asked = [
         (PROMPTS[0], 3, SamplingParams(24, seed=1)),
         (PROMPTS[1], 2, SamplingParams(9, temperature=0)),
@@ -338,7 +328,7 @@ def test_the_batcher_hands_over_every_token(kind: str, lively_model: Any) -> Non
         (PROMPTS[3], 1, SamplingParams(24, 0, repetition_penalty=1.2)),
     ]
     expected = [engine.generate([prompt], n, params) for prompt, n, params in asked]
-    decoder = SpeculativeDecoder(engine.model, _Tokenizer(), drafter_of(kind, engine, asked[0][2]))
+    decoder = SpeculativeDecoder(engine.model, LetterTokenizer(), drafter_of(kind, engine, asked[0][2]))
     batcher = ContinuousBatcher(decoder)
     told: list[dict[int, list[int]]] = [{} for _ in asked]
     futures = [

@@ -35,7 +35,7 @@ def test_by_hand() -> None:
     with pytest.raises(OutOfBlocks, match="2 blocks are needed, 1 of 4 free"):
         blocks.extend(a, [6, 7, 8])
     assert blocks.tokens(a) == [1, 2, 3, 5] and blocks.free_blocks == 1
-    # [3, 4] after [1, 2] is known when nobody holds it any more; [9] is no full block.
+    # The block [3, 4] after [1, 2] stays known after its sequence is freed; [9] does not fill a block.
     blocks.free(b)
     assert (blocks.stats.used, blocks.stats.known, blocks.free_blocks) == (2, 1, 2)
     c = blocks.start([1, 2, 3, 4, 9])

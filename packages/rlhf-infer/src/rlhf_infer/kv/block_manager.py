@@ -54,14 +54,14 @@ class BlockManager:
     block that is not full gets a copy of its own. Full blocks are known by the hash of the block before and
     their tokens, so a block is found only after exactly the tokens that it was filled after. Nobody's blocks
     stay known until they are needed: those not used for longest go first, of a sequence the last ones. There
-    are no tensors here; `PagedKVCache` adds them. A number of a sequence that was freed is a KeyError.
+    are no tensors here; `PagedKVCache` adds them. The number of a freed sequence raises a KeyError.
 
     Args:
         num_blocks: blocks that there are.
         block_size: tokens of a block.
 
     Raises:
-        ValueError: there is no block, or no token in one.
+        ValueError: `num_blocks` or `block_size` is below 1.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

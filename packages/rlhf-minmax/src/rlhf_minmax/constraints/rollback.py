@@ -121,7 +121,7 @@ class PolicyGuard(_Keeper):
         return self.best - self.value > self.config.value_drop * scale
 
     def roll_back(self) -> None:
-        """Put the best policy back; what it is worth now is measured afresh."""
+        """Restore the best policy and start measuring its value again."""
         self._put_back()
         self.value = self.best = None
 
