@@ -75,8 +75,9 @@ class Generating:
             try:
                 texts = self.service.texts
                 self.requests = await texts.workers.run(self._parse_requests)
-                if self.requests[0].params.constraint is not None:
-                    await texts.compilers.run(partial(check_form, self.requests, self.service.backend))
+                form = self.requests[0].params.constraint
+                if form is not None:
+                    await texts.compilers.run(partial(check_form, form, self.service.backend))
                 if self._log_prompts:
                     self.record.prompt = texts.decode(self.requests[0].prompt_ids)
                 yield

@@ -252,15 +252,12 @@ def _check_nothing_drawn(body: Generation, prompt_logprobs: int | None) -> None:
         raise invalid_request("with max_tokens 0 there is nothing to stream; leave stream out", "stream")
 
 
-def check_form(requests: Sequence[GenerationRequest], backend: Backend) -> None:
-    """Compile the form that the completions of a call must have, if any.
+def check_form(form: Constraint, backend: Backend) -> None:
+    """Compile the form that the completions of a call must have.
 
     Raises:
         APIError: 400; it is malformed, or asks for what is not enforced.
     """
-    form = requests[0].params.constraint
-    if form is None:
-        return
     try:
         backend.check_constraint(form)
     except UserError as error:

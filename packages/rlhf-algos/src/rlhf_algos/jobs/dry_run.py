@@ -241,7 +241,7 @@ def _example_rows(config: JobConfig, example: Any, tokenizer: Any) -> list[tuple
 def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
     """Token ids as one line of text with special tokens, the middle of a long one left out."""
     whole = tokenizer.decode(list(ids), skip_special_tokens=False).replace("\n", "\\n")
-    # A row of somebody else's must not steer the terminal.
+    # An untrusted row must not control the terminal.
     whole = "".join(char if char.isprintable() else "�" for char in whole)
     half = _SHOWN_CHARACTERS // 2
     return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
