@@ -346,8 +346,8 @@ def _warn_of_one_label(train: Sequence[Any], config: JobConfig) -> None:
     if len(labels) == 1:
         own, other = ("true", "false") if labels.pop() else ("false", "true")
         _LOG.warning(
-            "all %d rows of %s are labelled %s, and one label cannot teach a model to tell good from bad; add "
-            "rows labelled %s",
+            "all %d rows of %s are labelled %s, and one label cannot teach a model to tell good from bad; "
+            "add rows labelled %s",
             len(train),
             config.train_data,
             own,
