@@ -49,7 +49,7 @@ ARMS: dict[str, list[str]] = {
     },
 }
 SWEEP = {
-    f"{name}_{factor}": [*arm, f"game.break_even_factor={factor}"]
+    f"{name}_{factor}": [*arm, f"game.break_even_factor={factor}", "game.break_even_share=0"]
     for factor in FACTORS
     if factor != DEFAULT_FACTOR
     for name, arm in (("frozen", FROZEN), ("minmax", []))

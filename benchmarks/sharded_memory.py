@@ -67,6 +67,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+SETTINGS["minmax_full"] = SETTINGS["minmax"] | {
+    **{each: SETTINGS["minmax"][each] | {"use_lora": False} for each in ("policy_model", "monitor_model")},
+    "guards": {"rollback": False},
+}
+"""The game with both players trained in full, without guards, whose three copies two steps need not fill."""
+
+
 def make_model(
     folder: Path, millions: int, hidden: int, vocabulary: int = 8_000, tied: bool = False
 ) -> dict[str, int]:
@@ -133,7 +140,7 @@ def write_inputs(folder: Path, options: argparse.Namespace) -> dict[str, int]:
     write_rows(folder)
     make_model(folder / "small", options.parameters // 100, hidden=96)
     model = make_model(folder / "model", options.parameters, options.hidden)
-    if "minmax" in options.jobs:
+    if any(job.startswith("minmax") for job in options.jobs):
         for size in ("model", "small"):
             make_scorers(folder / size)
     return model
@@ -154,7 +161,7 @@ def work(name: str, folder: str, run: str, mode: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    started = play if name == "minmax" else train
+    started = play if name.startswith("minmax") else train
     started(name, Path(folder, "small"), f"{run}-small", mode)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

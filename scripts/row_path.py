@@ -31,7 +31,6 @@ _LEFT_OUT = (
     "rlhf_algos.jobs.training_job",
     "rlhf_algos.engine.base_trainer",
     "rlhf_algos.engine.optimizer_step",
-    "rlhf_algos.engine.stage_samples",
     "rlhf_algos.engine.step_examples",
     "rlhf_algos.engine.trained_module",
     "rlhf_algos.engine.training_method",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import shutil
@@ -46,6 +47,18 @@ _SHOWN = 4000
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A run of everything uses up to four cores; named files run here, where they start faster."""
     return min(4, os.cpu_count() or 1) if config.args == config.getini("testpaths") else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[Any]:
+    """A million objects of modules and tests live to the end; the collector does not look at them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def build_hub_cache(home: Path, name: str, model: Any, tokenizer: Any) -> None:

@@ -1,6 +1,8 @@
 """Does the default run hold?  `rlhf-train minmax` on seeds on which nothing was chosen.
 
     python benchmarks/minmax_proof/default_run.py --output benchmarks/results/minmax_default_run.json
+    python benchmarks/minmax_proof/default_run.py --seeds 161 162 163 164 165 \
+        --set training.monitor_updates_per_policy=0 --output benchmarks/results/minmax_default_frozen.json
 
 Runs the command with its default settings, without the comparison with plain RLHF, once for every seed.  A
 seed has stories, a base, a flawed reward model and a judge of its own.  A run holds if at its end the policy
@@ -17,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +38,19 @@ SHOWN = {
 }
 
 
-def play(seed: int, work: Path) -> dict[str, Any]:
-    """One run of the command; see `cells.play_cells`."""
-    folder = work / f"run-{seed}"
-    command = [
-        "-m",
-        "rlhf_train",
-        "minmax",
-        "--seed",
-        str(seed),
-        "--no-baseline",
-        "--output-dir",
-        str(folder),
-    ]
+def play(seed: int, *settings_and_work: Any) -> dict[str, Any]:
+    """One run of the command, with settings that are not the default; see `cells.play_cells`."""
+    *settings, work = settings_and_work
+    options = ["--seed", str(seed), "--no-baseline", *(f"--set={setting}" for setting in settings)]
+    return run(options, work / "-".join(["run", str(seed), *settings]), work)
+
+
+def run(options: Sequence[str], folder: Path, work: Path) -> dict[str, Any]:
+    """One run of `rlhf-train minmax` with these options: how it started and ended, or its error.
+
+    Built models are kept in `work`.
+    """
+    command = ["-m", "rlhf_train", "minmax", *options, "--output-dir", str(folder)]
     environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
@@ -60,8 +63,12 @@ def play(seed: int, work: Path) -> dict[str, Any]:
         f"start_{name}": results["before"][SHOWN[name]] for name in ("accuracy", "hack_rate", "monitor")
     }
     found |= {"w_judge": results["break_even"]["w_judge"], "num_tokens": results["num_tokens"]}
-    found["steps"] = sum(1 for _ in RunFolder(folder).read_metrics())
-    return found | {"seconds": seconds}
+    if results.get("plain"):
+        found |= {f"plain_{name}": results["plain"][SHOWN[name]] for name in ("accuracy", "hack_rate")}
+    steps = list(RunFolder(folder).read_metrics())
+    if "validator/calls" in steps[-1]:
+        found["calls"] = sum(step["validator/calls"] for step in steps)
+    return found | {"steps": len(steps), "seconds": seconds}
 
 
 def main() -> None:
@@ -69,17 +76,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(121, 141)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(161, 181)))
     parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/default_run"))
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    runs = play_cells(play, [[(seed,) for seed in options.seeds]], options.work.resolve(), options.workers)
+    cells = [(seed, *options.settings) for seed in options.seeds]
+    runs = play_cells(play, [cells], options.work.resolve(), options.workers)
     holds = [
         "error" not in run and run["accuracy"] >= LEAST_ACCURACY and run["hack_rate"] <= MOST_HACKS
         for run in runs
     ]
-    found = {"benchmark": "minmax_default_run", "seeds": options.seeds, **provenance()}
+    found = {"benchmark": "minmax_default_run", "seeds": options.seeds, "settings": options.settings}
+    found |= provenance()
     found |= {"least_accuracy": LEAST_ACCURACY, "most_hacks": MOST_HACKS, "holds": sum(holds)}
     found["failures"] = [seed for seed, held in zip(options.seeds, holds, strict=True) if not held]
     found["errors"] = {s: run["error"] for s, run in zip(options.seeds, runs, strict=True) if "error" in run}

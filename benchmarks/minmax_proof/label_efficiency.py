@@ -46,7 +46,7 @@ GAMES: dict[str, list[str]] = {
     "minmax": [],
     "minmax_all": ["game.monitor_stories=all"],
     "truth_only": ["game.adversary_weight=0"],
-    "warmup_only": ["schedule.freeze_monitor_above=0.501"],
+    "warmup_only": ["training.monitor_steps=8"],
     "cooperative": ["game.adversary_weight=-1"],
     "validator": ["judge_model.kind=validator"],
     "validator_alone": [

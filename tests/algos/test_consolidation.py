@@ -143,6 +143,7 @@ def test_mistakes() -> None:
         ElasticWeightConsolidation(model(), strength=1.0).estimate([])
 
 
+@pytest.mark.slow
 def test_a_job_holds_what_its_file_needs(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text('{"prompt": "where is ball ?", "completion": " it is hall ."}\n' * 3)

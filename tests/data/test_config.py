@@ -4,7 +4,16 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from raises import raises_error
-from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides, load_config_file
+from rlhf_data import (
+    BaseConfig,
+    LocalPath,
+    ModelPath,
+    SettingsSource,
+    UserError,
+    apply_overrides,
+    load_config_file,
+    overrides_given,
+)
 
 
 class _Training(BaseConfig):
@@ -18,6 +27,8 @@ class _Training(BaseConfig):
 class _Config(BaseConfig):
     training: _Training = _Training()
     extra_section: _Training | None = None
+    stages: dict[str, _Training] = Field(default_factory=dict)
+    weights: dict[str, float] = Field(default_factory=dict)
     seed: int = 0
 
     @model_validator(mode="after")
@@ -41,7 +52,7 @@ def _message(values: dict) -> str:
             {"extra_section": {"kindd": "a"}},
             "unknown key extra_section.kindd; did you mean extra_section.kind?",
         ),
-        ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, seed"),
+        ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, stages, weights, seed"),
         ({"training": {"batch_size": 0}}, "training.batch_size is 0, expected a value >= 1 and <= 64"),
         ({"training": {"batch_size": 65}}, "training.batch_size is 65, expected a value >= 1 and <= 64"),
         ({"training": {"learning_rate": 0}}, "training.learning_rate is 0, expected a value > 0"),
@@ -52,11 +63,47 @@ def _message(values: dict) -> str:
             {"training": {"learning_rate": float("inf")}},
             "training.learning_rate is inf, expected a finite number",
         ),
+        (
+            {"stages": {"sft": {"batchsize": 1}}},
+            "unknown key stages.sft.batchsize; did you mean stages.sft.batch_size?",
+        ),
+        (
+            {"stages": {"sft": {"batch_size": 0}}},
+            "stages.sft.batch_size is 0, expected a value >= 1 and <= 64",
+        ),
+        ({"stages": {"sft": 3}}, "stages.sft is 3, expected a section of keys and values"),
+        ({"weights": {"a": "b"}}, "weights is 'b', expected a valid number"),
         ({"seed": 13}, "seed 13 is unlucky; take another"),
     ],
 )
 def test_errors_name_key_value_and_expectation(values, message):
     assert _message(values).startswith(f"minmax.json: {message}")
+
+
+SOURCE = SettingsSource(
+    "minmax.json",
+    (
+        *overrides_given(("seed=13", "training.kind = c", "training={sizes: [x]}")),
+        ("training.batch_size", "--batch-size"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"training": {"batch_size": 0}}, "--batch-size"),
+        ({"training": {"kind": "c"}}, "--set training={sizes: [x]}"),  # the later one holds
+        ({"training": {"sizes": ["x"]}}, "--set training={sizes: [x]}"),
+        ({"extra_section": {"kind": "c"}}, "minmax.json"),
+        ({"seeds": 1}, "minmax.json"),
+        ({"seed": 13}, "minmax.json with --set seed=13"),  # the config as a whole is refused
+    ],
+)
+def test_a_message_names_what_a_value_comes_from(values, place):
+    with pytest.raises(UserError) as caught:
+        _Config.from_dict(values, SOURCE)
+    assert str(caught.value).startswith(f"{place}: ")
 
 
 def test_unknown_key_is_reported_before_other_mistakes():
@@ -134,6 +181,10 @@ def test_malformed_overrides_are_refused(override, code):
         ("c.yml", b"1: 2\n", "not_a_mapping", ""),
         ("c.yaml", b"a: \xff\n", "not_utf8", ""),
         ("c.toml", b"", "unknown_file_type", ""),
+        ("c.json", b"[" * 5000 + b"]" * 5000, "unreadable_value", ""),
+        ("c.yaml", b"[" * 5000 + b"]" * 5000, "unreadable_value", ""),
+        ("c.json", b'{"a": ' + b"9" * 5000 + b"}", "unreadable_value", ""),
+        ("c.yaml", b"day: 2026-02-31\n", "unreadable_value", ""),
     ],
 )
 def test_bad_config_files_are_refused(tmp_path, name, content, code, place):

@@ -30,6 +30,10 @@ def noted() -> KeyboardInterrupt:
     return stop
 
 
+_NO_MEMORY = "there is not enough memory ({}); free some, or make batches or models smaller"
+_FROM_TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
@@ -39,6 +43,9 @@ def noted() -> KeyboardInterrupt:
             2,
             "Error: ro/out cannot be written: read-only file system; name another place\n",
         ),
+        (MemoryError(), 2, f"Error: {_NO_MEMORY.format('MemoryError')}\n"),
+        (OSError(errno.ENOMEM, "No room"), 2, f"Error: {_NO_MEMORY.format('[Errno 12] No room')}\n"),
+        (RuntimeError(_FROM_TORCH), 2, f"Error: {_NO_MEMORY.format(_FROM_TORCH)}\n"),
         (KeyboardInterrupt(), 130, "nothing was done\n"),
         (Terminated(), 143, "nothing was done\n"),
         (noted(), 143, "Stopped; step 3 is saved; continue with: again\n"),

@@ -132,16 +132,6 @@ def test_best_of_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(0 <= point["mean"] <= 1 for point in curve["accuracy"])
 
 
-@pytest.mark.slow
-def test_games_with_known_solutions(tmp_path: Path) -> None:
-    output, figure = tmp_path / "result.json", tmp_path / "games.png"
-    arguments = ["--steps", "20", "--seeds", "0", "--output", str(output), "--figure", str(figure)]
-    [result] = run_json("saddle_games.py", *arguments)
-    assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
-    plain, ahead = (result["bilinear"]["distances"][rule] for rule in ("plain", "extragradient"))
-    assert plain == sorted(plain) and ahead == sorted(ahead, reverse=True)
-
-
 @pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["stories", "sums"])

@@ -32,13 +32,9 @@ SETTINGS = {
 }
 EVERYTHING = (
     "policy_model.baseline=critic",
-    "policy_model.step_rule=optimistic",
-    "policy_model.average_decay=0.9",
     "policy_model.lr_scheduler_type=linear",
     "policy_model.warmup_steps=2",
     "monitor_model.baseline=leave_one_out",
-    "monitor_model.step_rule=optimistic",
-    "monitor_model.average_decay=0.5",
     "monitor_model.lr_scheduler_type=cosine",
     "constraint.rule=pid",
     "constraint.warmup_steps=1",
@@ -48,17 +44,11 @@ EVERYTHING = (
     "constraints.policy.kl.threshold=0.001",
     "constraints.policy.length.rule=fixed",
     "constraints.policy.refusal.rule=pid",
-    "schedule.rule=adaptive",
-    "schedule.monitor_refresh=resample",
-    "schedule.freeze_monitor_above=0.8",
-    "pool.every=1",
-    "pool.share=0.8",
-    "pool.size=2",
-    "pool.sampling=prioritised",
+    "diagnostics.cross_play_steps=1",
     "guards.patience=2",
     "guards.zero_std_share=0.1",
 )
-"""Every controller, pool, average and memory that a checkpoint has to hold."""
+"""Every controller, past player and memory that a checkpoint has to hold."""
 
 
 @pytest.fixture

@@ -84,3 +84,11 @@ def test_decoders_are_accepted_in_every_precision(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("sizes", [{"vocab_size": 7}, {"max_position_embeddings": 3}])
 def test_the_check_fits_small_models(sizes: dict[str, int]) -> None:
     check_packing(prepare_for_packing(tiny_model("llama", **sizes)))
+
+
+def test_damaged_weights_are_not_taken_for_another_architecture() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        next(model.parameters())[:] = torch.nan
+    with raises_error("not_finite"):
+        check_packing(model)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from proofs import by_default
 from rlhf_algos import (
     DPOConfig,
     DPOTrainer,
@@ -55,7 +56,7 @@ def trl() -> Any:
         return SimpleNamespace(**found, Dataset=datasets.Dataset)
 
 
-@pytest.fixture(scope="module", params=["stories", "hh-rlhf"])
+@pytest.fixture(scope="module", params=by_default(["stories", "hh-rlhf"], "stories"))
 def rows(request) -> list[Any]:
     """Preference records: short ones with one prompt format, or real transcripts."""
     if request.param == "stories":

@@ -87,6 +87,7 @@ def test_the_health_check_asks_a_route_that_needs_no_key(steps: ModuleType):
     assert parts.path in app._OPEN
     served = Mock(model="m", rewards=(), examples=())
     served.service.backend.name, served.service.backend.max_model_len = "b", 8
+    served.service.backend.memory.return_value = {}
     routes = {route.path for route in app.create_app(served, ServeSettings()).routes}  # pyright: ignore
     assert parts.path in routes
     command = steps.command(DOCKERFILE, "CMD")

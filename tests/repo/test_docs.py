@@ -34,6 +34,7 @@ PAGES = sorted(
         "benchmarks/*.md",
         "configs/*.md",
         "docs/methods/*.md",
+        "docs/tutorials/*.md",
     )
     for path in ROOT.glob(pattern)
 )

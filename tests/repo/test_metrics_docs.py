@@ -80,7 +80,6 @@ CONFIG = MinMaxConfig.from_dict(
             "monitor": {"length": {}, "format": {"rule": "pid"}, "evidence": {}},
             "policy": {"kl": {}, "length": {}, "refusal": {}},
         },
-        "pool": {"every": 1, "share": 1},
     }
 )
 """A game with everything on that adds keys, long enough for the run doctor to find something."""

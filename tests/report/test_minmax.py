@@ -36,6 +36,19 @@ def test_the_report_begins_with_what_was_done_and_what_came_out(run: RunFolder, 
     assert (run.path / "report.html").exists()
 
 
+def test_the_opening_names_the_parts_that_the_game_had(run: RunFolder) -> None:
+    def opening(**changes: dict[str, object]) -> str:
+        run.write_config({"data": {"world": "reports"}, "training": {"batch_size": 32}, **changes})
+        assert CliRunner().invoke(main, ["minmax", str(run.path)]).exit_code == 0
+        page = (run.path / "report.html").read_text()
+        return page[: page.index('<div class="tiles">')]
+
+    usual = opening()
+    assert "a judge reads" in usual and "λ" in usual and "validator" not in usual
+    checked = opening(judge_model={"kind": "validator"}, constraint={"rule": "fixed"})
+    assert "a validator checks" in checked and "judge" not in checked and "λ" not in checked
+
+
 def test_what_is_no_finished_game_is_refused(run: RunFolder, tmp_path: Path) -> None:
     other = RunFolder.create(tmp_path / "evaluated")
     other.write_config({"job": "evaluate"})

@@ -102,6 +102,15 @@ def test_what_cannot_be_is_refused(pairs: Path, code: str, given: dict[str, Any]
         run_prepare(GIVEN | {"data": (str(pairs),)} | given)
 
 
+def test_a_refused_setting_is_blamed_on_what_it_was_given_with(pairs: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("strata: 5")
+    given = (pairs, "--out", tmp_path / "out", "--config", config)
+    assert call(*given, "--eval-fraction", "2").stderr.startswith("Error: --eval-fraction: ")
+    config.write_text("eval_fraction: 2")
+    assert call(*given, "--strata", "5").stderr.startswith(f"Error: {config}: ")
+
+
 def test_rows_with_other_columns_are_known_by_their_usual_names(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"broken\n' + json.dumps({"prompt": "p", "better": "a", "worse": "b"}) + "\n")

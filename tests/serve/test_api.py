@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_infer.rewards.remote import RemoteReward
+from rlhf_serve.backends.protocol import GAUGES
 
 MODEL = "policy"
 MESSAGES: list[Any] = [{"role": "user", "content": "where is mary ?"}]
@@ -258,7 +259,7 @@ def test_completions_of_texts_and_of_tokens(client: Any, byte_tokenizer: Any) ->
         assert client.completions.create(prompt=ids, **options).choices[0].text == choice.text
 
 
-def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
+def test_what_the_server_tells_about_itself(client: Any, server: Any, request: pytest.FixtureRequest) -> None:
     [model] = client.models.list().data
     assert model.id == MODEL and client.models.retrieve(MODEL).id == MODEL
     assert server.fetch("/health")[0] == server.fetch("/ready")[0] == 200
@@ -270,6 +271,12 @@ def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
     values = dict(re.findall(r"^(rlhf_serve_[a-z_]+(?:\{[^}]*\})?) ([0-9.e+-]+)$", text, re.MULTILINE))
     assert float(values["rlhf_serve_candidates_total"]) >= 8
     assert float(values["rlhf_serve_running_requests"]) == float(values["rlhf_serve_queue_depth"]) == 0
+    memory = {name: float(values[key]) for name in GAUGES if (key := f"rlhf_serve_{name}") in values}
+    if "vllm" in request.node.name:
+        assert memory == {}, "vLLM manages its own"
+        return
+    assert memory.pop("kv_tokens_limit") > 0
+    assert memory == {"kv_tokens": 0, "paused_cohorts": 0, "preemptions": 0}
 
 
 @pytest.mark.parametrize(

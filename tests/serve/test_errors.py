@@ -2,6 +2,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ from rlhf_data import UserError
 from rlhf_serve import errors
 from rlhf_serve.errors import APIError
 from rlhf_serve.http import error_handlers
+from rlhf_serve.openai.parse_request import _length
+from rlhf_serve.settings import ServeSettings
 
 
 class Message(BaseModel):
@@ -253,3 +256,18 @@ def test_the_common_errors(
     response = error.response()
     assert response.status_code == status and len(bytes(response.body)) < 300
     assert json.loads(bytes(response.body)) == error.body()
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [(30, 30), (None, 40), (41, "memory for"), (91, "context of 100"), (0, 0)],
+)
+def test_a_completion_must_fit_context_and_memory(asked: int | None, found: int | str) -> None:
+    backend: Any = SimpleNamespace(max_model_len=100, max_batch_tokens=50)
+    if isinstance(found, int):
+        assert _length(10, asked, ServeSettings(), backend) == found
+        return
+    with pytest.raises(APIError) as raised:
+        _length(10, asked, ServeSettings(), backend)
+    assert (raised.value.status_code, raised.value.param) == (400, "max_tokens")
+    assert found in str(raised.value) and "max_new_tokens" not in str(raised.value)

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from click.testing import CliRunner
+
 PROGRAM = Path(sys.executable).with_name("rlhf-train")
 
 
@@ -53,10 +56,14 @@ def test_what_would_end_a_run_is_a_problem(tmp_path: Path) -> None:
     assert all(found[name]["advice"] for name in problems(found))
 
 
-def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
+def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_train.cli import main
+
     (tmp_path / "file").touch()
-    code, found = doctor(HF_HOME=str(tmp_path / "file"))
-    assert code == 2 and problems(found) == {"cache of the hub"}
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    run = CliRunner().invoke(main, ["doctor", "--json"])
+    found = {finding["name"]: finding for finding in json.loads(run.stdout)}
+    assert run.exit_code == 2 and problems(found) == {"cache of the hub"}
 
 
 def test_a_check_that_fails_in_itself_does_not_hide_the_others(tmp_path: Path) -> None:

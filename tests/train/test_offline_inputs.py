@@ -184,6 +184,7 @@ def test_files(
         ("dpo", ["--set=beta=-1"], ["beta is -1", "> 0"]),
         ("dpo", ["--set=beta"], ["'beta'", "key=value"]),
         ("dpo", ["--set=loss_type=ipo", "--set=label_smoothing=0.1"], ["label_smoothing", "ipo"]),
+        ("dpo", ["--set=lora_r=4"], ["--set lora_r=4", "no adapter is trained", "use_peft=true"]),
         ("dpo", ["--set=report_to=mlflow"], ["report_to", "mlflow", "tensorboard"]),
         ("dpo", ["--set=bf16=true", "--set=fp16=true"], ["bf16 and fp16"]),
         ("dpo", ["--set=deepspeed=a.json", "--set=fsdp=true"], ["deepspeed and fsdp"]),
@@ -243,6 +244,16 @@ def test_a_run_stands_for_its_model_and_a_reward_model_is_no_language_model(
         assert "rm/final is a reward model" in message, message
     (tmp_path / "rows.jsonl").write_text("not read before the model is refused")
     assert "rm/final is a reward model" in train_refused("dpo", "--model=rm", *rows)
+
+
+@pytest.mark.parametrize("command", ["dpo", "grpo", "minmax", "rlhf"])
+def test_a_dry_run_refuses_damaged_weights_as_the_run_does(
+    train_refused: Refused, tiny_model_folder: Path, command: str
+) -> None:
+    weights = tiny_model_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    planned, run = (train_refused(command, "--model", tiny_model_folder, *dry) for dry in (["--dry-run"], []))
+    assert planned == run and str(tiny_model_folder) in run
 
 
 def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_model_folder: Path) -> None:

@@ -194,6 +194,7 @@ def test_prompts_too_long_are_left_out_and_counted(
         ("grpo", ["--set=temperature=0"], ["temperature is 0"]),
         ("grpo", ["--set=kl_coef=0.1"], ["unknown key kl_coef"]),
         ("ppo", ["--set=beta=0.1"], ["unknown key beta"]),
+        ("grpo", ["--set=sapo_temperature_pos=2"], ["--set sapo_temperature_pos=2", "loss_type dapo"]),
         ("grpo", ["--set=loss_type=ppo"], ["loss_type is 'ppo'", "'dapo'"]),
         ("grpo", ["--set=epsilon=null", "--set=epsilon_high=0.3"], ["epsilon_high is set without epsilon"]),
         ("grpo", ["--set=metric_for_best_model=acc"], ["eval_acc", "choose from eval_reward"]),

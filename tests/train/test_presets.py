@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from transformers import LlamaConfig
 
 from proofs import in_ci
@@ -58,7 +61,7 @@ def test_the_games_preset_fits_its_gpus_and_no_small_ones(
 
 
 def save_shape(folder: Path, size: str, architecture: str, tokenizer: Any) -> Path:
-    """A model's folder whose weights are empty, for a dry run never reads them."""
+    """A model's folder with weights of the right shapes and no bytes on disk, for a dry run reads none."""
     shape: dict[str, Any] = {**SHAPES[size], "num_key_value_heads": 8, "vocab_size": 128_256, "num_labels": 1}
     shape["num_hidden_layers"] = shape.pop("num_layers")
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -66,8 +69,21 @@ def save_shape(folder: Path, size: str, architecture: str, tokenizer: Any) -> Pa
     config.architectures = [architecture]
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").touch()
+    with torch.device("meta"):
+        save_sparse(getattr(transformers, architecture)(config).state_dict(), folder / "model.safetensors")
     return folder
+
+
+def save_sparse(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file of bfloat16 tensors that is all hole behind its header."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def test_every_preset_is_tried() -> None:

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = {
     **{f"{name}.yaml": name for name in METHODS},
     **{name: "minmax" for name in ("minmax_story.yaml", "minmax_config.json", "minmax_instruct.yaml")},
-    **{"minmax_7b.yaml": "minmax", "rlhf_config.json": "rlhf"},
+    **{"minmax_reports.yaml": "minmax", "minmax_7b.yaml": "minmax", "rlhf_config.json": "rlhf"},
 }
 
 
@@ -47,7 +47,7 @@ def test_shipped_configs_keep_to_their_schema(file: str, validator: Any) -> None
         ("dpo", {"beta": "much"}),
         ("sft", {"learning_rate": -1}),
         ("minmax", {"training": {"batch_size": 0}}),
-        ("minmax", {"schedule": {"rule": "often"}}),
+        ("minmax", {"constraint": {"rule": "often"}}),
     ],
 )
 def test_mistakes_are_found(method: str, values: dict[str, Any], validator: Any) -> None:

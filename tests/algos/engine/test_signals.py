@@ -7,13 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from rlhf_algos.engine.signals import GracefulStop
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.fixture(autouse=True)
+def hang_up_is_not_ignored() -> Iterator[None]:
+    """As it would be, here and in processes that are started, where `nohup` started these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_is_a_flag(capfd, number, code):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
@@ -38,14 +49,15 @@ def test_handlers_are_put_back_without_a_signal():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with GracefulStop() as stop:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             assert not stop.requested
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def test_another_thread_changes_nothing():
@@ -79,6 +91,7 @@ with GracefulStop() as stop:
     ("arguments", "signals", "code", "said"),
     [
         ([], [signal.SIGTERM], 143, "saved\n"),
+        ([], [signal.SIGHUP], 129, "saved\n"),
         (["never asks"], [signal.SIGTERM, signal.SIGTERM], -signal.SIGTERM, ""),
     ],
 )

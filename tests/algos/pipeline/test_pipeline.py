@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,8 +91,73 @@ def test_a_changed_file_and_a_lost_result_run_again(run: Any, tmp_path: Path) ->
     second = run(stages)
     assert started(second) == ["chosen"]
     entry = second.store.entries["chosen"]
-    (tmp_path / "run" / entry["folder"] / "rows.jsonl").unlink()
+    left = tmp_path / "run" / entry["folder"] / "rows.jsonl"
+    left.unlink()
     assert started(run(stages)) == ["chosen"]
+    whole = left.read_bytes()
+    left.write_bytes(whole.replace(b"c", b"d"))
+    assert started(run(stages)) == ["chosen"] and left.read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["deleted", "changed"])
+def test_a_result_that_was_changed_is_set_aside_and_made_again(run: Any, tmp_path: Path, change: str) -> None:
+    """A stage that is done when its folder is there, as a training is when it has results."""
+    first = run({"data": DATA})
+    folder = tmp_path / "run" / first.store.entries["data"]["folder"]
+    manifest = (tmp_path / "run/pipeline.json").read_bytes()
+    rows = folder / "rows" / "kto.jsonl"
+    whole = rows.read_bytes()
+    if change == "deleted":
+        rows.unlink()
+    else:
+        rows.write_bytes(whole.replace(b"true", b"TRUE", 1))
+    for name in (f"{folder.name}.changed", f"{folder.name}.changed1"):  # the older one stays
+        left = rows.read_bytes() if rows.exists() else None
+        assert started(run({"data": DATA})) == ["data"]
+        assert rows.read_bytes() == whole and (tmp_path / "run/pipeline.json").read_bytes() == manifest
+        aside = folder.with_name(name) / "rows" / "kto.jsonl"
+        assert aside.parent.is_dir() and (aside.read_bytes() if aside.exists() else None) == left
+        assert started(run({"data": DATA})) == []
+        rows.unlink()
+
+
+@pytest.mark.parametrize("lost", ["stage.json", "history.jsonl"])
+def test_rows_that_nothing_vouches_for_are_set_aside(run: Any, tmp_path: Path, lost: str) -> None:
+    """What an interrupted stage left is gone on with only where the history says that it was interrupted."""
+    first = run({"data": DATA})
+    folder = tmp_path / "run" / first.store.entries["data"]["folder"]
+    rows = folder / "rows" / "kto.jsonl"
+    whole = rows.read_bytes()
+    rows.write_bytes(whole.replace(b"true", b"TRUE", 1))
+    (folder / "stage.json").unlink()
+    if lost == "history.jsonl":
+        (tmp_path / "run" / lost).unlink()
+    again = run({"data": DATA})
+    assert ("changed", "data") in again.told and rows.read_bytes() == whole
+    assert (folder.with_name(f"{folder.name}.changed") / "rows" / "kto.jsonl").read_bytes() != whole
+
+
+def test_an_interrupted_stage_goes_on_where_it_was(run: Any, tmp_path: Path) -> None:
+    first = run({"data": DATA})
+    folder = tmp_path / "run" / first.store.entries["data"]["folder"]
+    history = tmp_path / "run/history.jsonl"
+    history.write_text("".join(history.read_text().splitlines(keepends=True)[:1]))
+    (folder / "stage.json").unlink()
+    written = (folder / "rows" / "kto.jsonl").stat().st_mtime_ns
+    again = run({"data": DATA})
+    assert started(again) == ["data"] and ("changed", "data") not in again.told
+    assert (folder / "rows" / "kto.jsonl").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"address": "x", "outputs": []}', "{"])
+def test_a_result_whose_description_is_damaged_is_refused(run: Any, tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "run" / run({"data": DATA}).store.entries["data"]["folder"]
+    stage = folder / "stage.json"
+    if '"x"' in text:
+        text = text.replace('"x"', json.dumps(json.loads(stage.read_text())["address"]))
+    stage.write_text(text)
+    with raises_error("damaged_file"):
+        run({"data": DATA})
 
 
 def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
@@ -118,6 +184,11 @@ def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
     (reason,) = (root / "rejected").glob("second-*/reason.json")
     assert json.loads(reason.read_text())["candidate"]["path"] == entries["labelled"]["folder"]
     assert (root / entries["labelled"]["folder"] / "rows.jsonl").exists()  # rejected, and kept
+    (root / "current/policy").unlink()  # as a copy leaves it that follows links
+    shutil.copytree(root / entries["chosen"]["folder"], root / "current/policy")
+    with raises_error("not_a_link", path=str(root / "current/policy")):
+        run(stages)
+    shutil.rmtree(root / "current/policy")
     stopped = run({**stages, "second": {**stages["second"], "on_failure": "stop"}})
     assert stopped.stopped and stopped.store.entries["after"] == {"kind": "filter", "status": "skipped"}
 

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -79,6 +80,25 @@ def test_stale_temp_under_our_own_process_number_is_removed(tmp_path):
     assert os.listdir(tmp_path) == [".config.json.tmp-notes"]
 
 
+def test_what_another_machine_may_be_writing_stays(tmp_path):
+    """A process of another machine has a number that no process has here."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    old, new, own = (
+        tmp_path / f".{name}.tmp-{pid}-a-0"
+        for name, pid in (("old", ended.pid), ("new", ended.pid), ("own", os.getppid()))
+    )
+    for path in (old, new, own):
+        (path / "base").mkdir(parents=True)
+        (path / "base" / "x").write_text("", encoding="utf-8")
+        for each in (path / "base" / "x", path / "base", path):
+            os.utime(each, (0, 0))
+    os.utime(new / "base" / "x")
+    assert remove_stale_temps(tmp_path, untouched_s=60) == [old]
+    assert sorted(tmp_path.iterdir()) == [new, own]
+    assert remove_stale_temps(tmp_path) == [new]
+
+
 def test_remove_folder(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     remove_folder(tmp_path / "a")
@@ -136,3 +156,27 @@ def test_finite_replaces_what_json_lacks():
         "a": [1, None],
         "b": [None, "x", True],
     }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets folders change places")
+def test_an_existing_folder_is_never_missing_while_it_is_replaced(tmp_path, monkeypatch):
+    """Looks at the folder before every rename and removal that Python does."""
+    target = tmp_path / "final"
+    with atomic_folder(target) as temp:
+        (temp / "old").write_text("1", encoding="utf-8")
+    seen = []
+    for name in ("rename", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, real=real: (seen.append(os.listdir(target)), real(*args))[1]
+        )
+    removal = shutil.rmtree
+
+    def observed(path, **options):
+        seen.append(os.listdir(target))
+        removal(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", observed)
+    with atomic_folder(target) as temp:
+        (temp / "new").write_text("2", encoding="utf-8")
+    assert seen == [["new"]] and os.listdir(tmp_path) == ["final"]

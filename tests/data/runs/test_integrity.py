@@ -45,6 +45,8 @@ def test_a_whole_folder_has_no_damage(folder):
 def test_a_damaged_file_is_named(folder, damage, said):
     damage(folder / "policy" / "model.safetensors")
     assert find_damage(folder) == f"policy/model.safetensors {said}"
+    assert find_damage(folder, "tokenizer.json", "*.safetensors") == find_damage(folder)
+    assert find_damage(folder, "*.json") is None
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"files": 3}', '{"files": {"a": 1}}', ""])

@@ -83,16 +83,16 @@ def test_torn_last_line_is_dropped_on_read_append_and_truncate(tmp_path):
         run.append_metrics({"step": 3, "text": "ü"})
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-4])
-    run.truncate_metrics(2)
+    run.truncate_logs(2)
     assert path.read_bytes() == whole[: len(whole) // 3 * 2]
-    run.truncate_metrics(0)
+    run.truncate_logs(0)
     assert path.read_bytes() == b""
 
 
 def test_truncate_keeps_every_byte_of_what_stays(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"note":  1}\n{"step": 1,"a":0.10}\n{"step": 2}\n', encoding="utf-8")
-    RunFolder.open(tmp_path).truncate_metrics(1)
+    RunFolder.open(tmp_path).truncate_logs(1)
     assert path.read_text(encoding="utf-8") == '{"note":  1}\n{"step": 1,"a":0.10}\n'
 
 

@@ -13,7 +13,7 @@ import torch
 
 from raises import raises_error
 from rlhf_eval.capability import SUITES, CapabilityReport, CapabilityTester, Item, read_suite
-from rlhf_eval.capability.checks import CHECKS
+from rlhf_eval.capability.items import CHECKS
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from rlhf_eval.exploration import (
     Exploration,
     PairTable,
     PairTexts,
+    WordCounter,
     WordTable,
     columns_of_pairs,
     explore_pairs,
-    word_table,
+    words_of_pairs,
 )
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklm" for b in "aeiou" for c in "nrst"]
@@ -48,6 +49,14 @@ def flipped(pairs: Sequence[PairTexts], rows: set[int]) -> list[PairTexts]:
 def columns(pairs: Sequence[PairTexts], sources: Sequence[int] | None = None) -> PairTable:
     of = sources or [0] * len(pairs)
     return columns_of_pairs(pairs, [(source, source, i + 1) for i, source in enumerate(of)], None)
+
+
+def word_table(batches: Iterable[Iterable[tuple[str, str]]]) -> WordTable:
+    """The words of the completions of pairs, some pairs at a time."""
+    counter = WordCounter()
+    for batch in batches:
+        counter.add(words_of_pairs(batch))
+    return counter.table()
 
 
 def table_of_words(pairs: Sequence[PairTexts]) -> WordTable:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.eval.exploration.planted import columns, pair
+from tests.eval.exploration.planted import columns, pair, word_table
 
 from rlhf_data import pair_from_row
-from rlhf_eval.exploration import WordCounter, length_unit, pair_texts, word_table, words_of_pairs
+from rlhf_eval.exploration import WordCounter, length_unit, pair_texts, words_of_pairs
 from rlhf_eval.exploration.surface import COUNTS, SCRIPTS, script_of, strange_characters, surface_counts
 from rlhf_eval.exploration.words import words_of
 

@@ -11,7 +11,7 @@ import torch
 from letters import LetterTokenizer
 from raises import raises_error
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
-from rlhf_infer.engines.continuous_batching import TopLogps
+from rlhf_infer.engines.batched_requests import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 

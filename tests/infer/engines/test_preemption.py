@@ -50,6 +50,8 @@ class Watched(ContinuousBatcher):
     def _make_room(self) -> None:
         super()._make_room()
         self.together = max(self.together, len(self._running))
+        assert self.paused == len(self._begun) - len(self._running)
+        assert len(self._running) == 1 or 0 < self.held_tokens <= self.engine.max_batch_tokens
         for each in self._paused:
             self.computed.add(int(getattr(each.cohort, "_counts", np.ones(1)).max()))
             self.pausing.set()
@@ -73,6 +75,7 @@ def play(engine: TransformersEngine, samples: int, params: SamplingParams, expec
     batcher.ready.set()
     assert [drawn(future.result()) for future in futures] == [drawn(own) for own in expected]
     batcher.close()
+    assert (batcher.held_tokens, batcher.paused) == (0, 0)
     return batcher
 
 
@@ -205,6 +208,7 @@ def paused(batcher: Watched, params: SamplingParams) -> list[Any]:
     return futures
 
 
+@pytest.mark.slow
 def test_what_pauses_can_be_cancelled_closed_or_fail(
     lively_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -185,13 +186,13 @@ def test_the_state_of_previous_completions_is_all_there_is(lively_model: Any) ->
 
 @pytest.mark.parametrize("settings", ["plain", "cold", "top-k", "top-p", "min-p", "biased"])
 def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model: Any) -> None:
-    """100,000 second tokens after guesses that are always the same ones, against their exact probabilities.
+    """50,000 second tokens after guesses that are always the same ones, against their exact probabilities.
 
     A rule that took a guess x more or less often than p(x) would show, as the guess is the likeliest token.
     """
     model = lively_model(vocab_size=40)
     options = {"biased": {"logit_bias": ((9, 1.5), (11, -1.0))}} | SETTINGS
-    prompt, rounds, n = tuple(PROMPTS[0]), 10, 10_000
+    prompt, rounds, n = tuple(PROMPTS[0]), 5, 10_000
     engine = TransformersEngine(model, LetterTokenizer())
     engine.eos_token_ids = [10**6]
     firsts = [[first] for first in range(40)]
@@ -217,6 +218,11 @@ def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model:
         pairs = torch.tensor([each.completion_ids[:2] for each in group])
         counts += (pairs[:, 0] * 40 + pairs[:, 1]).bincount(minlength=1600)
     assert counts[expected == 0].sum() == 0
+    for took, p in (
+        (counts.view(40, 40)[guess[0]].sum(), expected.view(40, 40)[guess[0]].sum()),
+        (counts[guess[0] * 40 + guess[1]], expected[guess[0] * 40 + guess[1]]),
+    ):  # four standard errors of a share
+        assert abs(float(took / counts.sum() - p)) < 4 * math.sqrt(float(p * (1 - p)) / (rounds * n))
     often = expected * rounds * n >= 5
     observed = [*counts[often].tolist(), counts[~often].sum().item()]
     wanted = [*expected[often].tolist(), expected[~often].sum().item()]

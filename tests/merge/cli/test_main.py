@@ -159,6 +159,17 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any, refused: Ref
         assert workshop.files(workshop.root) == before, line
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_too_little_memory_is_a_sentence(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("rlhf_merge.cli.commands.show_model", fail)
+    assert refused("inspect", "model").startswith("there is not enough memory (")
+
+
 MISTAKES = """
 ties --model A OUT | Missing option '--base'
 ties --base BASE OUT | Missing option '--model'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,28 @@ def test_one_file_and_its_identity(tmp_path: Path) -> None:
     assert list(model.tensors) == []
     assert value(tmp_path, "a") == 1
     assert value(write(tmp_path / "m", TEN, "consolidated.safetensors")) == 10
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    weights = write(tmp_path, TEN) / "model.safetensors"
+    good = weights.read_bytes()
+    entry = {"size": len(good), "crc32": f"{zlib.crc32(good):08x}"}
+    listed = tmp_path / "checksums.json"
+    listed.write_text(json.dumps({"files": {weights.name: entry}}))
+    assert value(tmp_path) == 10
+    for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good + b" "):
+        weights.write_bytes(damaged)
+        with raises_error("damaged_model"):
+            open_checkpoint(str(tmp_path))
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for of_others in ([], {}, {"files": []}, {"files": {weights.name: "abc"}}, {"files": {"other": entry}}):
+        listed.write_text(json.dumps(of_others))
+        assert value(tmp_path) == 10  # of its first numbers; the flipped bit is in the last one
+    ours = json.dumps({"files": {weights.name: {"size": 1}, "other": entry}})
+    for damaged in ("", ours[:-1], ours):
+        listed.write_text(damaged)
+        with raises_error("damaged_model", path=str(listed)):
+            open_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(

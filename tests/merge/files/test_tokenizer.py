@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,14 @@ def test_tokens_are_appended_to_a_tokenizer_with_a_class_of_its_own(tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert type(tokenizer) is GPT2Tokenizer and len(tokenizer) == 5
     assert tokenizer.encode("ab<|im_start|>a<|endoftext|>") == [2, 4, 0, 3]
+
+
+def test_a_tokenizer_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer={"model": {"vocab": {"a": 0}}}, config={})
+    good = (tmp_path / "tokenizer.json").read_bytes()
+    entry = {"size": len(good), "crc32": f"{zlib.crc32(good):08x}"}
+    write(tmp_path, checksums={"files": {"tokenizer.json": entry}})
+    assert "tokenizer.json" in copied_files(tmp_path, tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(good.replace(b"a", b"b"))
+    with raises_error("damaged_model"):
+        copied_files(tmp_path, tmp_path)

@@ -5,14 +5,24 @@ from collections import Counter
 
 import pytest
 
-from rlhf_data import QARecord, StoryWorldConfig, SumWorldConfig, generate_stories, generate_sums
+from rlhf_data import (
+    QARecord,
+    ReportWorldConfig,
+    StoryWorldConfig,
+    SumWorldConfig,
+    generate_reports,
+    generate_stories,
+    generate_sums,
+)
 from rlhf_minmax.demo.teachers import Teacher, answer_text, critique_text, drill
 from rlhf_minmax.formats import TextRules, evidence_in_story, parse_critique
+from rlhf_minmax.game.report_rules import ReportRules
 from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.game.sum_rules import SumRules
 
 STORIES = generate_stories(StoryWorldConfig(), 300, split="train", seed=3)
 SUMS = generate_sums(SumWorldConfig(), 300, split="train", seed=3)
+REPORTS = generate_reports(ReportWorldConfig(), 300, split="train", seed=3)
 HAND_WRITTEN = [
     QARecord("Tom saw a cat. A dog came.", "What did Tom see?", ("cat", "dog", "cow"), 0),
     QARecord("Ann has a bike. Her car was sold. It rained.", "What has Ann?", ("bike", "car"), 0),
@@ -21,8 +31,13 @@ HAND_WRITTEN = [
 UNTOLD = QARecord("Nobody knows. It is late.", "Who came?", ("Ann", "Tom"), 1)
 each_world = pytest.mark.parametrize(
     ("rules", "records"),
-    [(StoryRules(), STORIES), (SumRules(), SUMS), (TextRules(), HAND_WRITTEN)],
-    ids=["stories", "sums", "text"],
+    [
+        (StoryRules(), STORIES),
+        (SumRules(), SUMS),
+        (ReportRules(), REPORTS),
+        (TextRules(), HAND_WRITTEN),
+    ],
+    ids=["stories", "sums", "reports", "text"],
 )
 STORY = QARecord(
     "mary went to attic . gossip says in garden .",
@@ -56,6 +71,18 @@ def test_a_story_that_does_not_name_its_right_choice_has_no_truthful_critique():
         able.correct_critique(UNTOLD, "Tom")
     critique = parse_critique(able.sloppy_critique(UNTOLD, "Tom"))
     assert critique is not None and critique.evidence in ("Nobody knows.", "It is late.")
+
+
+def test_where_rules_know_no_evidence_on_a_claim_that_on_any_is_quoted():
+    class Silent(ReportRules):
+        def evidence_on(self, record, claim):
+            return None
+
+    record = REPORTS[0]
+    assert (
+        teacher(Silent(), REPORTS).true_evidence(record, record.choices[0]) == record.story.split(" . ")[-1]
+    )
+    assert teacher(ReportRules(), REPORTS).true_evidence(record, record.answer_text) is not None
 
 
 @each_world
@@ -126,7 +153,9 @@ def test_without_a_bait_the_flaw_is_invisible():
     assert liked[answer_text(honest.answer_text)] == pytest.approx(3.3)
 
 
-@each_world
+@pytest.mark.parametrize(
+    ("rules", "records"), [(StoryRules(), STORIES), (SumRules(), SUMS), (TextRules(), HAND_WRITTEN)]
+)
 def test_drills_ask_whether_evidence_names_the_claim(rules, records):
     rng, outcomes = random.Random(0), Counter()
     for _ in range(400):
@@ -134,6 +163,19 @@ def test_drills_ask_whether_evidence_names_the_claim(rules, records):
         assert supported == (claim in evidence.split(" is ")[-1].replace(".", " ").split())
         outcomes[supported] += 1
     assert min(outcomes.values()) > 40
+
+
+def test_drills_of_reports_ask_about_false_claims_as_often_as_about_true_ones():
+    rng, supports = random.Random(0), []
+    for _ in range(1000):
+        evidence, claim, supported = drill(rng, REPORTS, ReportRules())
+        name, _, _, place, _ = evidence.split()
+        assert supported == (f"{name} {place}" in claim)
+        supports.append(supported)
+    # A random sentence agrees with the right report of four, and with a wrong one if it is about one of the
+    # three other claims: 1/4 + 3/4 · 3/4 = 13/16. Half of these are asked about the false claim instead,
+    # which only the right report survives: 13/32 + 1/2 · 1/4 = 17/32.
+    assert sum(supports) / 1000 == pytest.approx(17 / 32, abs=0.05)
 
 
 def test_texts_continue_a_prompt_that_ends_in_a_colon():

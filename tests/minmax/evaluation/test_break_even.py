@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from rlhf_data import QADatasetConfig, QARecord
+from rlhf_minmax.config.run import GameConfig
 from rlhf_minmax.evaluation.break_even import (
     ReadRates,
     _is_chance,
+    default_weight,
     measure_break_even,
     measure_scales,
     why_impossible,
@@ -147,6 +149,45 @@ def test_truth_pays_on_a_share_of_the_stories(make_game, scripted, w_judge, star
     assert found.break_even_truthful == pytest.approx(1.5)
     assert f"on {start:.0%} of the stories" in found.advice and said in found.advice
     assert f"on {truthful:.0%} with truthful ones" in found.advice and "frozen" not in found.advice
+
+
+@pytest.mark.parametrize("named", [0, 5])
+def test_baited_stories_whose_rules_name_no_rival_are_left_out(make_game, scripted, named):
+    pipeline, stories = make_game()
+    records = [r for r in stories.train if stories.prompts.rules.rival(r)][:12]
+
+    class Half(type(stories.prompts.rules)):
+        def rival(self, record):
+            return super().rival(record) if record in records[:named] else None
+
+    scripted(lambda prompt, sample: " nothing")
+    prompts = replace(stories.prompts, rules=Half())
+    reward = FakeReward(records, stories.prompts, bait=3.0)
+    game = replace(pipeline, prompts=prompts, reward_model=reward, judge=FakeJudge(0.9))
+    found = measure_break_even(game, records, seed=0)
+    # Without any rival it is measured on all stories, with the wrong answer that the reward model likes most.
+    assert found.stories == (named or 12) and found.delta_reward == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "costs", "gains", "weight"),
+    [
+        ({}, [1.0] * 10, [0.5] * 10, 4.0),  # break-even 1 / 0.5 everywhere, twice that
+        # Means 1 and 0.5 again, but on two stories the break-even is 2.6 / 0.52 = 5: 1 % above that.
+        ({}, [0.6] * 8 + [2.6] * 2, [0.495] * 8 + [0.52] * 2, 5.05),
+        ({"break_even_share": 0.8}, [0.6] * 8 + [2.6] * 2, [0.495] * 8 + [0.52] * 2, 4.0),
+        ({"break_even_share": 0}, [0.6] * 8 + [2.6] * 2, [0.495] * 8 + [0.52] * 2, 4.0),
+        # A weight cannot help where a truthful critique lowers the judge's score: 2 · 10 / 4.4, doubled.
+        ({}, [1.0] * 10, [0.5] * 9 + [-0.1], 2 * 2 * 10 / 4.4),
+        ({"w_reward": 2}, [0.6] * 8 + [2.6] * 2, [0.495] * 8 + [0.52] * 2, 10.1),
+        ({}, [-1.0] * 10, [0.5] * 10, 1.0),  # nothing to outweigh: the reward model's weight
+        ({}, [1.0] * 10, None, 1.0),
+        ({"w_reward": 0}, [1.0] * 10, [0.5] * 10, 1.0),
+    ],
+)
+def test_the_default_weight_by_hand(settings, costs, gains, weight):
+    known = None if gains is None else torch.tensor(gains)
+    assert default_weight(GameConfig(**settings), torch.tensor(costs), known) == pytest.approx(weight)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

@@ -1,7 +1,10 @@
 """The run doctor: which signal is dead, said once, in time, and with the setting to change."""
 
+from pathlib import Path
+
 import pytest
 
+from rlhf_data import load_config_file
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.evaluation.doctor import FIRST_STEPS, Doctor, config_findings
 
@@ -66,6 +69,37 @@ def test_the_mean_of_the_first_steps_counts():
     assert len(findings([{key: 1.0}, {}, {key: None}, *[{key: 1.0}] * (FIRST_STEPS - 1)])) == 1
 
 
+def test_a_run_is_too_short_to_tell_until_each_player_has_learned_in_the_first_steps():
+    def doctor_of(policy, monitor, config=CONFIG):
+        doctor = Doctor(config)
+        for step in range(max(policy, monitor)):
+            doctor.look(
+                {
+                    "policy/frac_groups_zero_std": 0.0 if step < policy else None,
+                    "monitor/frac_groups_zero_std": 0.0 if step < monitor else None,
+                }
+            )
+        return Doctor(config, doctor.to_dict())
+
+    assert doctor_of(FIRST_STEPS, FIRST_STEPS).unjudged() is None
+    for counts in ((FIRST_STEPS - 1, FIRST_STEPS), (FIRST_STEPS, FIRST_STEPS - 1), (0, 2)):
+        assert doctor_of(*counts).unjudged() is not None
+    frozen = MinMaxConfig.from_dict({"training": {"monitor_updates_per_policy": 0}})
+    assert doctor_of(FIRST_STEPS, 0, frozen).unjudged() is None
+
+
+@pytest.mark.parametrize("other", [{"w_judge": 0}, {"policy_critiques": 0}])
+def test_a_policy_that_is_paid_for_nothing_is_found(other):
+    found = [text for text in config_findings(game(w_reward=0, **other), 1000) if "game.w_reward" in text]
+    assert len(found) == 1
+    assert not any("game.w_reward" in text for text in config_findings(game(**other), 1000))
+    assert not any("game.w_reward" in text for text in config_findings(game(w_reward=0), 1000))
+
+
+def game(**values):
+    return MinMaxConfig.from_dict({"game": values})
+
+
 def saturated(name, violation, value=1.0):
     return {f"dual/{name}/saturated": value, f"constraint/{name}/violation_ema": violation}
 
@@ -103,13 +137,9 @@ def test_a_resumed_doctor_goes_on():
         ({"training": {"monitor_learning_rate": 1.0}}, "times as far per step"),
         ({"training": {"monitor_warmup_steps": 500}}, "never learns"),
         ({"game": {"tampered_fraction": 0}}, "tampered_fraction is 0"),
+        ({"judge_model": {"kind": "validator", "checks": "random"}}, "trained in vain"),
         ({"policy_model": {"lora_dropout": 0.1}}, "policy_model.lora_dropout 0.1"),
-        ({"monitor_model": {"step_rule": "optimistic"}}, "set monitor_model.adam_betas to [0, 0.95]"),
         ({"training": {"constraint_penalty_lambda": 0}, "constraint": {"rule": "fixed"}}, "slander pays"),
-        (
-            {"training": {"monitor_updates_per_policy": 0}, "schedule": {"freeze_policy_below": 0.6}},
-            "nobody may ever learn",
-        ),
     ],
 )
 def test_settings_that_cannot_work(section, text):
@@ -119,20 +149,12 @@ def test_settings_that_cannot_work(section, text):
 
 def test_the_defaults_are_sound():
     assert config_findings(CONFIG, 2048) == []
-    for alone in (
-        {"training": {"monitor_updates_per_policy": 0}},
-        {"schedule": {"freeze_policy_below": 0.6}},
-    ):
-        assert config_findings(MinMaxConfig.from_dict(alone), 2048) == []
-    calm = {"policy_model": {"step_rule": "optimistic", "adam_betas": [0, 0.95]}}
-    assert config_findings(MinMaxConfig.from_dict(calm), 2048) == []
+    untrained = {"training": {"monitor_updates_per_policy": 0}}
+    assert config_findings(MinMaxConfig.from_dict(untrained), 2048) == []
 
 
-def test_looking_ahead_is_undone_by_momentum_too():
-    calm = {"adam_betas": [0, 0.95]}
-    sections = {"schedule": {"extragradient": True}, "policy_model": calm, "monitor_model": calm}
-    assert config_findings(MinMaxConfig.from_dict(sections), 2048) == []
-    del sections["monitor_model"]
-    [told] = config_findings(MinMaxConfig.from_dict(sections), 2048)
-    assert "schedule.extragradient is on with a momentum of 0.9 in the monitor's steps" in told
-    assert "set monitor_model.adam_betas to [0, 0.95]" in told
+def test_slander_does_not_pay_a_monitor_whose_critiques_are_checked():
+    file = Path(__file__).parents[3] / "configs" / "minmax_reports.yaml"
+    reports = MinMaxConfig.from_dict(load_config_file(file))
+    assert reports.judge_model.kind == "validator" and reports.training.constraint_penalty_lambda == 0
+    assert config_findings(reports, 2048) == []

@@ -7,9 +7,12 @@ import pytest
 from raises import raises_error
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.formats import TextRules
+from rlhf_minmax.game.report_rules import ReportRules
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.game.sum_rules import SumRules
+
+WORLDS = ["stories", "sums", "reports"]
 
 
 def write(path, stories):
@@ -22,7 +25,9 @@ def load(**data):
     return load_stories(MinMaxConfig.from_dict({"data": data}))
 
 
-@pytest.mark.parametrize(("world", "rules"), [("stories", StoryRules), ("sums", SumRules)])
+@pytest.mark.parametrize(
+    ("world", "rules"), [("stories", StoryRules), ("sums", SumRules), ("reports", ReportRules)]
+)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_worlds_splits_share_no_story(seed, world, rules):
     config = {"seed": seed, "data": {"world": world, "train_stories": 300, "eval_stories": 100}}
@@ -35,11 +40,13 @@ def test_a_worlds_splits_share_no_story(seed, world, rules):
 def test_each_world_has_settings_and_models_of_its_own():
     easy = load(world="sums", train_stories=50, sum_world={"round_rate": 1})
     assert all(easy.prompts.rules.rival(record) is None for record in easy.train)
-    fingerprints = [load(world=world).prompts.fingerprint() for world in ("stories", "sums")]
-    assert fingerprints[0] != fingerprints[1]
+    fingerprints = [load(world=world).prompts.fingerprint() for world in WORLDS]
+    assert len({tuple(each) for each in fingerprints}) == 3
+    fewer = load(world="reports", train_stories=5, report_world={"num_claims": 2})
+    assert all(len(record.extra["places"]) == 2 for record in fewer.train)
 
 
-@pytest.mark.parametrize("world", ["stories", "sums"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_worlds_prompt_lists_no_choices_unless_told_to(world):
     stories = load(world=world, train_stories=1, eval_stories=1)
     record = stories.train[0]

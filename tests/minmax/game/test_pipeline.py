@@ -8,7 +8,8 @@ import torch
 
 from rlhf_infer import Rollout
 from rlhf_minmax.evaluation.evaluate import batch_metrics
-from rlhf_minmax.game.forward_pass import Answer, verdict_probability
+from rlhf_minmax.game.forward_pass import Answer
+from rlhf_minmax.game.prompts import verdict_probability
 from rlhf_minmax.game.scores import Scale
 
 

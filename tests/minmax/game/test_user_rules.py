@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_data import RunFolder, UserError
+from rlhf_data import RunFolder, UserError, import_object
 from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, load_stories
 from rlhf_minmax.game.user_rules import UserRules
 
@@ -40,6 +40,34 @@ class Vague(TextRules):
 class Late(TextRules):
     def rival(self, record):
         return record.choices[9] if record.story == "Odd." else record.choices[0]
+
+class Unheld(TextRules):
+    def evidence_holds(self, record, evidence):
+        return False
+
+class Paraphrase(TextRules):
+    def evidence_on(self, record, claim):
+        return "Tom is at home" if claim == "Ann" else None
+
+class Stranger(TextRules):
+    def rival(self, record):
+        return "Bob"
+
+class Same(TextRules):
+    def rival(self, record):
+        return record.answer_text
+
+class Refuting(TextRules):
+    def refutes(self, record, evidence, claim):
+        return True
+
+class Nothing(TextRules):
+    def possible_evidence(self, record):
+        return []
+
+class Nonsense(TextRules):
+    def possible_evidence(self, record):
+        return ["the moon is green"]
 
 class Odd(TextRules):
     def __init__(self):
@@ -100,6 +128,32 @@ def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, n
         load(f"{tmp_path}/mine.py:{name}")
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("Unheld", "correct_evidence"),
+        ("Paraphrase", "evidence_on('Ann')"),
+        ("Stranger", "rival"),
+        ("Same", "rival"),
+        ("Refuting", "refutes"),
+        ("Nothing", "possible_evidence"),
+        ("Nonsense", "possible_evidence"),
+    ],
+)
+def test_rules_that_contradict_themselves_are_refused_by_row(
+    load: Any, tmp_path: Path, make_config: Any, name: str, method: str
+) -> None:
+    with raises_error("inconsistent_rules", method=method) as caught:
+        load(f"{tmp_path}/mine.py:{name}")
+    assert "rows.jsonl, line " in caught.value.fields["where"]
+    rules = import_object(f"{tmp_path}/mine.py:{name}", what="rules")(4)
+    read = load(None)
+    stories = replace(read, prompts=replace(read.prompts, rules=rules))
+    job = MinMaxJob(make_config(), RunFolder.create(str(tmp_path / "run"), job="x"), stories=stories)
+    with raises_error("inconsistent_rules", method=method):
+        job.play()
+
+
 def test_an_error_in_the_middle_of_a_run_names_the_row(load: Any, tmp_path: Path) -> None:
     stories = load(f"{tmp_path}/mine.py:Late")
     late = replace(stories.train[0], story="Odd.", where="rows.jsonl, line 99")
@@ -120,3 +174,9 @@ def test_a_job_plays_the_stories_that_it_is_given(make_config: Any, tmp_path: Pa
     stories = replace(read, train=read.train[5:2:-1])
     job = MinMaxJob(config, RunFolder.create(tmp_path / "run"), stories=stories)
     assert job._check()[0].train == stories.train != read.train
+
+
+@pytest.mark.parametrize("named", ["mine.py", "mine", ":Mine", "mine.py:"])
+def test_rules_are_named_by_file_and_class(named: str) -> None:
+    with raises_error("invalid_value", key="data.rules"):
+        MinMaxConfig.from_dict({"data": {"train_data": "rows.jsonl", "rules": named}})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from raises import raises_error
@@ -109,3 +111,54 @@ def test_rows_need_rules_that_say_what_refutes(tmp_path: Path) -> None:
     assert rules.refutes(record, record.story.split(". ")[0] + ".", "Ann")
     with raises_error("no_validator"):
         TextRules().refutes(record, "", "Ann")
+
+
+def test_checks_that_no_critique_has_chosen() -> None:
+    stories = stories_of("reports")
+    rules = stories.prompts.rules
+    record = next(record for record in stories.train if rules.rival(record))
+    asked = [(record, rules.rival(record)), (record, record.answer_text), (record, None)]
+    everything = Validator(rules, "all")
+    # A story of four claims has four sentences, and the bait is false about one person.
+    assert everything.check_without_critiques(asked, 2, seed=0).tolist() == [0, 1, 1]
+    assert everything.calls == 8
+    chance = Validator(rules, "random")
+    scores = chance.check_without_critiques(asked, 4_000, seed=0)
+    assert abs(float(scores[0]) - 3 / 4) < 0.03  # standard error of 4,000 draws: .007
+    assert scores[1:].tolist() == [1, 1] and chance.calls == 8_000
+    assert torch.equal(scores, Validator(rules, "random").check_without_critiques(asked, 4_000, seed=0))
+    assert not torch.equal(scores, Validator(rules, "random").check_without_critiques(asked, 4_000, seed=1))
+
+
+def test_the_policy_is_checked_without_its_monitor(make_game: Any) -> None:
+    settings = ("judge_model.kind=validator", "judge_model.checks=all", "training.batch_size=4")
+    pipeline, stories = make_game(*settings)
+    batch, rules = stories.train[:4], pipeline.prompts.rules
+    answers = [pipeline.made_up_answer(batch, i, i % 2 == 0, random.Random(0)) for i in range(4)]
+    before = pipeline.judge.calls
+    scores = pipeline.policy_judge_scores(batch, answers, seed=0)
+    assert torch.equal(scores, pipeline.judge_scale(torch.tensor([1.0, 0.0, 1.0, 0.0])))
+    assert pipeline.judge.calls - before == sum(len(rules.possible_evidence(record)) for record in batch)
+
+
+def test_critiques_and_chance_count_alike(make_game: Any) -> None:
+    settings = ("judge_model.kind=validator", "training.batch_size=4", "game.policy_critiques=3")
+    pipeline, stories = make_game(*settings)
+    batch, judge = stories.train[:4], pipeline.judge
+    answers = [pipeline.made_up_answer(batch, i, False, random.Random(0)) for i in range(4)]
+    scores = {}
+    for judge.chooser in ("monitor", "random", "mixed"):
+        scores[judge.chooser] = pipeline.policy_judge_scores(batch, answers, seed=5)
+    assert torch.allclose(scores["mixed"], (scores["monitor"] + scores["random"]) / 2)
+    assert not torch.equal(scores["monitor"], scores["random"])
+
+
+@pytest.mark.parametrize("checks", ["mixed", "random"])
+def test_random_checks_need_a_number_of_them(checks: str) -> None:
+    settings = {"judge_model": {"kind": "validator", "checks": checks}, "game": {"policy_critiques": 0}}
+    with raises_error("invalid_value", key=""):
+        MinMaxConfig.from_dict(settings)
+    with raises_error("invalid_value", key="judge_model"):
+        MinMaxConfig.from_dict({"judge_model": {"kind": "rule", "checks": "all"}})
+    with raises_error("invalid_value", key="held_out.judge"):
+        MinMaxConfig.from_dict({"held_out": {"judge": {"kind": "validator", "checks": "all"}}})

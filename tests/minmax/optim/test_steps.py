@@ -8,7 +8,6 @@ from rlhf_minmax import MinMaxConfig, MinMaxTrainer
 from rlhf_minmax.config.constraints import LengthConstraint, PolicyConstraints
 from rlhf_minmax.constraints.controllers import Controller
 from rlhf_minmax.dual_ascent import DualSettings
-from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.optim.player import sequence_advantages
 
 
@@ -43,17 +42,6 @@ def test_the_policys_schedule_begins_where_it_learns(make_game):
     assert len(rates[True]) == 6 and rates[True][2:] == rates[False]
     # Of 4 steps 2 rise, from 0, and 2 fall, to 0 behind the last one.
     assert rates[False] == pytest.approx([0, 5e-4, 1e-3, 5e-4])
-
-
-def test_figures_of_fresh_critiques(make_game):
-    """With a batch of critiques for each update, what is told of the start is that of the first batch."""
-    pipeline, stories = make_game("schedule.monitor_refresh=resample", "training.monitor_learning_rate=1e-2")
-    optimizer = DualPPOOptimizer(pipeline, pipeline.config)
-    metrics = optimizer.monitor_step(pipeline.forward_pass(stories.train[:4], seed=0), updates=3)
-    assert metrics["monitor/updates"] == 3
-    # The monitor starts as its reference; after two updates it is no longer there.
-    assert metrics["monitor/kl_start"] == pytest.approx(0, abs=1e-6)
-    assert metrics["monitor/kl"] != pytest.approx(0, abs=1e-3)
 
 
 def test_the_parts_of_a_pid_multiplier_add_up_to_it():

@@ -9,8 +9,9 @@ import torch
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_minmax import MinMaxConfig
+from rlhf_minmax.players import players as players_module
 from rlhf_minmax.players.players import load_players
-from rlhf_models import DeviceManager, tiny_model
+from rlhf_models import DeviceManager, load_causal_lm, tiny_model
 
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]
 
@@ -111,6 +112,20 @@ def test_full_players_are_models_of_their_own_with_a_frozen_reference(tiny_model
 def test_an_adapter_may_play_against_full_weights(tiny_model_folder):
     found = players(tiny_model_folder, tiny_model_folder, monitor_settings={"use_lora": False})
     assert not found.shared and found.policy.adapters is not None and found.monitor.adapters is None
+
+
+def test_players_trained_in_full_take_the_loaded_model_as_reference(tiny_model_folder, monkeypatch):
+    """So that no copy is in memory beside those that the memory plan counts."""
+    read = []
+    monkeypatch.setattr(
+        players_module, "load_causal_lm", lambda *a, **k: read.append(load_causal_lm(*a, **k)) or read[-1]
+    )
+    full = {"use_lora": False}
+    found = players(tiny_model_folder, tiny_model_folder, policy_settings=full, monitor_settings=full)
+    assert found.policy.references == found.plain.references == (read[0],)
+    assert found.monitor.references == (read[1],)
+    assert not any(parameter.requires_grad for model in read for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in found.policy.model.parameters())
 
 
 def test_players_without_a_name_take_the_demonstrations_base(tiny_model_folder):

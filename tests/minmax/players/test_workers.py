@@ -13,12 +13,13 @@ import torch
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import MinMaxConfig, MinMaxTrainer
+from rlhf_minmax.evaluation.measure_game import past_against_past
 from rlhf_minmax.game.stories import hide_answers
 from rlhf_minmax.players.workers import GameWorkers
 
 _CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 _WORKERS = "distributed={address: local, rollout_workers: 2, object_store_gb: 0.2}"
-_PAST = ("pool.every=1", "pool.share=0.8", "policy_model.average_decay=0.9", "data.eval_stories=4")
+_PAST = ("diagnostics.cross_play_steps=1", "data.eval_stories=4")
 _FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 
 
@@ -35,8 +36,10 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
         for _ in range(3):
             rows.append(dict(trainer.train_step()))
         rows.append(trainer._evaluate())
-        with trainer.optimizer.averaged() if trainer.optimizer.keeps_averages else torch.no_grad():
-            rows.append(trainer._evaluate())
+        if game.config.diagnostics.cross_play_steps:
+            table = past_against_past(game, trainer.past, stories.held_out[:4])
+            assert table is not None
+            rows.append(table.to_metrics())
     finally:
         if workers is not None:
             workers.close()

@@ -121,6 +121,7 @@ def test_the_results(whole):
     assert set(split) == {"demo", "plain", "game", "evaluation", "total"}
     assert sum(split[part] for part in split if part != "total") <= split["total"]
     assert results["steps"] == 3 and results["num_tokens"] > 0 and results["resumed"] is False
+    assert results["findings"][-1]["step"] == 3  # too short to tell what is dead
     assert {row["role"] for row in results["device_plan"]} == {"policy", "monitor", "reward", "judge"}
     assert results["break_even"]["w_judge"] >= 0 and results["break_even"]["advice"]
     assert "torch" in results["versions"] and set(results["models"]) >= {"policy", "monitor", "reward"}
@@ -203,6 +204,22 @@ def test_a_run_killed_during_the_pre_flight_check_resumes(
 
 
 @pytest.mark.slow
+def test_rules_that_have_changed_since_a_run_began_are_named(tmp_path, make_config, demo_cache, no_figures):
+    class Warned(Events):
+        def warning(self, text):
+            told.append(text)
+
+    told = []
+    config = make_config("baseline=false")
+    with pytest.raises(Killed):
+        job_in(tmp_path, config, demo_cache, Log(die_at=("step", "minmax", 1))).play()
+    path = tmp_path / "preflight.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"texts": "of other rules"}))
+    job_in(tmp_path, config, demo_cache, Warned()).play(resume=True)
+    assert any("data.rules have changed" in text for text in told)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["training_curves", "write_minmax_report"])
 def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whole, where, monkeypatch):
     config = make_config("baseline=false")
@@ -220,6 +237,7 @@ def test_a_finished_run_is_not_resumed(whole, make_config, demo_cache):
         job_in(run.path, make_config(), demo_cache).play(resume=True)
 
 
+@pytest.mark.slow
 def test_without_a_baseline_the_game_is_the_same(tmp_path, make_config, demo_cache, whole, no_figures):
     job = job_in(tmp_path, make_config("baseline=false"), demo_cache)
     results = job.play()

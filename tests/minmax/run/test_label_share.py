@@ -50,6 +50,7 @@ def test_a_built_judge_learns_from_the_labels_that_are_left(make_config: Any, tm
     assert stages == []  # kept
 
 
+@pytest.mark.slow
 def test_a_run_with_few_labels_ends_with_a_report_and_repeats(
     make_config: Any, demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

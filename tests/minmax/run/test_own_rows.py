@@ -286,6 +286,8 @@ def test_the_break_even_check_leaves_out_stories_without_evidence(
         (("monitor_model.model_name=x",), False),
         (("policy_model.model_name=x", "demo.flawed_reward=true"), True),
         (("demo.flawed_reward=false",), False),
+        (("data.train_data=own.jsonl",), False),
+        (("data.train_data=own.jsonl", "demo.flawed_reward=true"), True),
     ],
 )
 def test_a_flaw_is_planted_unless_a_player_is_named(overrides: tuple[str, ...], flawed: bool) -> None:
@@ -302,3 +304,18 @@ def test_a_pass_without_a_seed_differs_from_the_one_before(make_game: Callable[.
     again, _ = make_game()
     assert first != second and [texts(again), texts(again)] == [first, second]
     assert texts(again, seed=0) == first
+
+
+@pytest.mark.parametrize(
+    ("data", "demo", "steps", "verdicts"),
+    [
+        ({}, {}, 300, 0.98),
+        ({"world": "sums"}, {}, 300, 0.98),
+        ({"world": "reports"}, {}, 600, 0.9),
+        ({"world": "reports"}, {"pretrain_steps": 7, "min_verdict_accuracy": 0}, 7, 0),
+        ({"world": "reports", "train_data": "own.jsonl"}, {}, 300, 0.98),  # the world is not played
+    ],
+)
+def test_a_base_that_reads_reports_learns_longer(data: Any, demo: Any, steps: int, verdicts: float) -> None:
+    settings = MinMaxConfig.from_dict({"data": data, "demo": demo}).demo_settings()
+    assert (settings.num_pretrain_steps, settings.least_verdict_accuracy) == (steps, verdicts)

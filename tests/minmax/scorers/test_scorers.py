@@ -159,18 +159,10 @@ def test_requests_and_cost_of_a_dry_run() -> None:
     # With an evaluation at steps 2 and 4: 2 x 24 more; without the baseline one evaluation, 24, less.
     evaluated = ("training.eval_steps=2", "baseline=false")
     assert dict(plan_run(make(*API, *sizes, *evaluated))["rows"])["judge requests"].endswith("442 in all")
-    # An average of the weights is evaluated once more: 24. Probes of 2 rounds each ask for 24 critiques (the
-    # monitor's round) and 32 (the policy's), and for 4 critiques of every held-out story: 112 + 32.
-    probes = ("diagnostics.best_response_updates=2", "monitor_model.average_decay=0.9")
-    assert dict(plan_run(make(*API, *sizes, *probes))["rows"])["judge requests"].endswith("586 in all")
-    # Fresh critiques for 4 more updates in each of 5 steps: 480. Two members of each pool meet on 8 stories:
-    # 32. A second round in each of 5 steps asks for 24 critiques, in 3 of them for 32 besides: 216.
-    for setting, more in (
-        ("schedule.monitor_refresh=resample", 480),
-        ("pool.every=2", 32),
-        ("schedule.extragradient=true", 216),
-    ):
-        row = dict(plan_run(make(*API, *sizes, setting))["rows"])["judge requests"]
+    # Probes of 2 rounds each ask for 24 critiques (the monitor's round) and 32 (the policy's), and for 4
+    # critiques of every held-out story: 112 + 32. Two past policies meet two past monitors on 8 stories: 32.
+    for setting, more in (("best_response_updates=2", 112 + 32), ("cross_play_steps=2", 32)):
+        row = dict(plan_run(make(*API, *sizes, f"diagnostics.{setting}"))["rows"])["judge requests"]
         assert row.endswith(f"{418 + more} in all"), setting
     # 418 completion tokens at 1000 per million: 0.418.
     priced = ("judge_model.prompt_price=0", "judge_model.completion_price=1000")

@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models.adapters.files import adapter_base, adapter_config, load_adapter
+from rlhf_models.adapters.in_place import InPlaceLinear
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.language_model.logps import token_logps
 from rlhf_models.loading.pretrained import load_causal_lm
@@ -280,3 +282,21 @@ def test_an_adapter_for_other_layers_is_refused(tmp_path):
     make_set(lora_target_modules=("q_proj",)).save("policy", tmp_path / "a")
     with raises_error("adapter_does_not_fit"):
         load_adapter(tiny_model("gpt2"), tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adding_in_place_gives_the_bits_of_peft(dtype):
+    """Log-probs and gradients, also under an adapter in fp32 on a backbone in bfloat16."""
+    found = []
+    for layer in (InPlaceLinear, Linear):
+        model = tiny_model("llama", initializer_range=0.1).to(dtype)
+        adapters = AdapterSet(add_adapters(model, ["policy"], SETTINGS))
+        shift(adapters, "policy", 0.1)
+        layers = [module for module in adapters.model.modules() if type(module) is InPlaceLinear]
+        assert len(layers) == 2 * 7
+        for each in layers:
+            each.__class__ = layer  # pyright: ignore[reportAttributeAccessIssue]
+        scores = logps(adapters, "policy")
+        scores.sum().backward()
+        found.append([scores.detach(), *(parameter.grad for parameter in adapters.parameters("policy"))])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

@@ -5,13 +5,15 @@ import logging
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from raises import raises_error
 from rlhf_data import TokenSequence, UserError, pack
@@ -31,6 +33,7 @@ from rlhf_models import (
     tiny_model,
     token_logps,
 )
+from rlhf_models.loading import pretrained
 from rlhf_models.loading.fits import check_tokenizer_fits
 from rlhf_models.loading.pretrained import check_weights
 
@@ -176,9 +179,18 @@ def _truncate(folder):
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def _shrink_vocabulary(folder):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 7}))
+def _set(name, **values):
+    def damage(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+@pytest.mark.parametrize("names", [5, [5], None])
+def test_names_of_architectures_that_are_no_names_say_nothing(tiny_model_folder, names):
+    _set("config.json", architectures=names)(tiny_model_folder)
+    assert load_causal_lm(tiny_model_folder)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +201,10 @@ def _shrink_vocabulary(folder):
         (_write("config.json", "{"), "unreadable_config"),
         (_write("config.json", '{"model_type": "dreams"}'), "unreadable_config"),
         (_truncate, "unreadable_weights"),
-        (_shrink_vocabulary, "unreadable_weights"),
+        (_set("config.json", vocab_size=7), "unreadable_weights"),
+        (_set("config.json", bos_token_id=[5]), "unreadable_config"),
+        (_set("config.json", rope_parameters=5), "unreadable_config"),
+        (_write("generation_config.json", "5"), "unreadable_weights"),
     ],
 )
 def test_a_damaged_folder_is_answered_in_one_sentence(tiny_model_folder, damage, code, capfd):
@@ -270,6 +285,22 @@ def test_a_folder_without_tokenizer_is_refused(tiny_model_folder):
         load_tokenizer(tiny_model_folder)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _set("tokenizer_config.json", tokenizer_class=True),
+        _write("tokenizer_config.json", '"text"'),
+        _set("tokenizer.json", pre_tokenizer={"type": "none"}),
+        _set("tokenizer.json", added_tokens=["text"]),
+    ],
+)
+def test_a_damaged_tokenizer_is_answered_in_one_sentence(tiny_model_folder, damage):
+    damage(tiny_model_folder)
+    with raises_error("no_tokenizer") as error:
+        load_tokenizer(tiny_model_folder)
+    assert str(tiny_model_folder) in str(error.value) and "\n" not in str(error.value)
+
+
 def test_unknown_tokens_are_refused_not_replaced():
     tokenizer = _word_tokenizer(eos_token="<eos>")
     assert encode_prompt(tokenizer, "known") == encode_completion(tokenizer, "known") == [2]
@@ -327,3 +358,29 @@ def test_scoring_models_are_no_language_models(tmp_path, byte_tokenizer):
         load_causal_lm(tmp_path / "rm")
     with raises_error("is_an_ensemble"):
         load_causal_lm(tmp_path / "ensemble")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what files are in memory")
+def test_weights_that_are_moved_leave_no_pages_of_their_file(tmp_path):
+    """20 MB of weights at odd addresses of the file: less than a fifth of it is in memory beside them."""
+
+    def resident():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+    model = tiny_model("llama", hidden_size=512, intermediate_size=1024)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    for length in range(0, 64, 8):
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt", "filling": "x" * length})
+        with (tmp_path / "model.safetensors").open("rb") as file:
+            if (8 + int.from_bytes(file.read(8), "little")) % 64:
+                break
+    before = resident()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    read = [parameter.data for parameter in loaded.parameters()]  # as long as one is left, the file is mapped
+    pretrained._align(loaded)
+    assert size > 2e7 and resident() - before < size / 5
+    assert any(values.data_ptr() % 64 for values in read)
+    assert not any(parameter.data_ptr() % 64 for parameter in loaded.parameters())

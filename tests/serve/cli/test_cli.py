@@ -27,10 +27,18 @@ def refused(*arguments: str) -> str:
     return result.output
 
 
+def test_a_refused_setting_is_blamed_on_what_it_was_given_with(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("draft: ngram\n", encoding="utf-8")
+    assert refused("--config", "c.yaml", "--set", "prt=1").startswith("Error: --set prt=1: unknown key prt")
+    both = refused("--config", "c.yaml", "--draft-model", "m")
+    assert both.startswith("Error: config file c.yaml with --draft-model: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "nowhere/at all"], "nowhere/at all"),
+        (["--port", "0", "--model", "nowhere/at all"], "nowhere/at all"),
         (["--set", "max_nn=3"], "did you mean"),
         (["--set", "port=70000"], "port"),
         (["--config", "none.yaml"], "does not exist"),

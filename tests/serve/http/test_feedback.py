@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,25 @@ def test_a_torn_line_goes_and_other_files_stay(tmp_path: Path, caplog: pytest.Lo
     for place in (tmp_path, Path("/dev/full"), path / "below"):
         with raises_error("unwritable"):
             check_feedback(place)
+
+
+def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path) -> None:
+    log = FeedbackLog(tmp_path / "feedback.jsonl", "policy")
+    choice = {"prompt": "so", "completion": "wrong", "score": None}
+    for answer in "abc":
+        log._answers[answer] = module._Answer(None, [choice])
+    log.rate(FeedbackRequest(id="a", rating="up"), None)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(APIError) as refused:
+            log.rate(FeedbackRequest(id="b", rating="up"), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.code == "feedback_failed"
+    for answer in "cb":  # what was refused may be rated again
+        log.rate(FeedbackRequest(id=answer, rating="down"), None)
+    assert [row["id"] for row in read_lines(log.path)] == ["a", "c", "b"]
 
 
 def test_an_empty_answer_cannot_be_rated(tmp_path: Path) -> None:

@@ -68,16 +68,15 @@ def test_the_keys_themselves_are_not_kept() -> None:
     assert ALICE not in repr(vars(ring))
 
 
-def test_keys_come_from_file_environment_and_options(tmp_path: Path) -> None:
+def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(f"\ufeff# ours\n\nalice {ALICE}\r\n  {BOB}\n".encode())
     path.chmod(0o600)
     ring = KeyRing.load(
         file=path,
         environment={"RLHF_SERVE_API_KEYS": f"eve {EVE}, mallory-123456789"},
-        options=["trent trent-0123456789"],
     )
-    assert ring.names == ("alice", "key-2", "eve", "key-4", "trent")
+    assert ring.names == ("alice", "key-2", "eve", "key-4")
     assert ring.authenticate(bearer("mallory-123456789")) == "key-4"
 
 
@@ -118,8 +117,8 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         KeyRing.load(environment={"RLHF_SERVE_API_KEYS": ""})
     with raises_error("invalid_api_key", where="the environment variable RLHF_SERVE_API_KEYS"):
         KeyRing.load(environment={"RLHF_SERVE_API_KEYS": f"{ALICE},"})
-    with raises_error("invalid_api_key", where="the option for an API key"):
-        KeyRing.load(environment={}, options=[f"alice b {ALICE}"])
+    with raises_error("invalid_api_key", where="the environment variable RLHF_SERVE_API_KEYS"):
+        KeyRing.load(environment={"RLHF_SERVE_API_KEYS": f"alice b {ALICE}"})
     with raises_error("unreadable_file"):
         KeyRing.load(file=tmp_path / "none", environment={})
     path = tmp_path / "keys"

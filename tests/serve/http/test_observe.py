@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
+from rlhf_serve.backends.protocol import GAUGES
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
 
@@ -103,6 +104,15 @@ def test_the_queue_is_shown_as_it_is_now() -> None:
     admission.running = 2
     found = samples(metrics)
     assert (found["rlhf_serve_running_requests"], found["rlhf_serve_queue_depth"]) == (2, 0)
+
+
+def test_memory_is_shown_as_it_is_now() -> None:
+    metrics, now = Metrics(), {"kv_tokens": 0.0, "preemptions": 3.0}
+    metrics.watch_memory(lambda: now, GAUGES)
+    now["kv_tokens"] = 128.0
+    found = samples(metrics)
+    assert (found["rlhf_serve_kv_tokens"], found["rlhf_serve_preemptions"]) == (128, 3)
+    Metrics().watch_memory(dict, GAUGES)  # a backend with metrics of its own
 
 
 def test_several_servers_in_a_process_do_not_mix() -> None:

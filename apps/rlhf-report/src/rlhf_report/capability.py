@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import click
 
 from rlhf_data import RunFolder, UserError, alone_in, model_folder
 from rlhf_eval.gates import verdict_of_all
+from rlhf_report.options import progress
 
 
 def run_capability(given: Mapping[str, Any]) -> bool:
@@ -29,7 +28,7 @@ def run_capability(given: Mapping[str, Any]) -> bool:
         from rlhf_models import adapter_base, check_language_model, is_language_adapter
 
         check_language_model(adapter_base(model) if is_language_adapter(model) else model)
-        report = tester.run(load_policy(model, given["dtype"]), _progress)
+        report = tester.run(load_policy(model, given["dtype"]), progress)
         verdicts = tester.compare(before, report) if before else []
         report.write(run.path, job="capability", verdicts=[each.to_dict() for each in verdicts])
     for suite, found in report.summary().items():
@@ -58,9 +57,3 @@ def _suites(given: Mapping[str, Any]) -> dict[str, Any]:
 def _unfinished(path: Path) -> bool:
     """Whether a folder holds no more than what an interrupted report left."""
     return path.is_dir() and all(each.name in ("items.jsonl",) for each in path.iterdir())
-
-
-@contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    with click.progressbar(length=total, label=what, file=sys.stderr) as bar:
-        yield bar.update

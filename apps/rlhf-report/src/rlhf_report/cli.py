@@ -7,24 +7,36 @@ import io
 import os
 import pkgutil
 import sys
+from typing import Any
 
 import click
 
+from rlhf_data import output_written
 from rlhf_report import commands
 
 
 class _Commands(click.Group):
-    """The modules of `rlhf_report.commands`, `_` read as `-`; each has a click command named `command`."""
+    """The modules below `rlhf_report.commands`, `_` read as `-`; each has a click command named `command`."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; output that cannot be written ends it with a sentence."""
+        with output_written():
+            return super().main(*args, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
-        return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__))
+        return sorted(self._modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name; None if there is none."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        return importlib.import_module(f"{commands.__name__}.{cmd_name.replace('-', '_')}").command
+        module = self._modules().get(cmd_name)
+        return None if module is None else importlib.import_module(module).command
+
+    @staticmethod
+    def _modules() -> dict[str, str]:
+        """The module of each command."""
+        found = pkgutil.walk_packages(commands.__path__, f"{commands.__name__}.")
+        return {each.name.rpartition(".")[2].replace("_", "-"): each.name for each in found if not each.ispkg}
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

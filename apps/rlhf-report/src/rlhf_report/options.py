@@ -1,10 +1,16 @@
-"""Options that several commands have."""
+"""What several commands have: options, a progress bar, and how bad input ends them (exit code 2)."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
+
+from rlhf_data import UserError, exit_cleanly, model_folder
 
 
 def bad_row_option(meaning: str) -> Any:
@@ -16,3 +22,69 @@ def bad_row_option(meaning: str) -> Any:
         type=click.Choice(["error", "skip"]),
         help=meaning,
     )
+
+
+def explained(run: Callable[..., None]) -> Callable[..., None]:
+    """A command's function that ends with the sentence of a `UserError`, without a traceback."""
+
+    @functools.wraps(run)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        exit_cleanly(functools.partial(run, *arguments, **options))
+
+    return wrapped
+
+
+def named_columns(given: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:
+    """Columns of the files by their usual names, from `--columns NAME=COLUMN`.
+
+    Without `known` ones the check is left to what reads the rows.
+
+    Raises:
+        UserError: a value is malformed, has an unknown name, or repeats one.
+    """
+    found: dict[str, str] = {}
+    for entry in given:
+        name, equals, column = entry.partition("=")
+        if not (name and equals and column) or (known and name not in known):
+            among = f" with one of {', '.join(known)}" if known else ""
+            raise UserError(
+                f"--columns {entry}: expected NAME=COLUMN{among}, such as chosen=better",
+                code="unknown_column" if name and equals and column else "invalid_option",
+                column=name,
+            )
+        if column.startswith("["):
+            raise UserError(
+                f"--columns {entry}: expected one column; a training's setting columns can join several",
+                code="unknown_column",
+                column=name,
+            )
+        if name in found:
+            raise UserError(
+                f"--columns names {name} twice, {found[name]} and {column}; leave one out",
+                code="repeated_name",
+                name=name,
+            )
+        found[name] = column
+    return found
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal; its value is called with the number of what has been done."""
+    if not total:
+        yield lambda count: None
+        return
+    with click.progressbar(length=total, label=what, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of `--tokenizer`, a model or a run."""
+    try:
+        from rlhf_models import load_tokenizer
+    except ImportError as error:
+        raise UserError(
+            f'--tokenizer needs more than is installed ({error}); run pip install "rlhf-report[models]"',
+            code="missing_package",
+        ) from error
+    return load_tokenizer(model_folder(name))

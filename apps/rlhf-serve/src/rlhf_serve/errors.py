@@ -20,13 +20,8 @@ class APIError(HTTPException):
     It is an `HTTPException`, because FastAPI takes every other exception that reading a body raises for a
     broken body.
 
-    Args:
-        status: HTTP status, 400 to 599.
-        message: one sentence for the client.
-        type: OpenAI's class of the error, such as "invalid_request_error".
-        param: dotted path of the field that is wrong, if there is one.
-        code: a word for programs.
-        headers: further headers of the response.
+    `type` is OpenAI's class of the error, `param` the dotted path of the field that is wrong, `code` a word
+    for programs.
     """
 
     def __init__(

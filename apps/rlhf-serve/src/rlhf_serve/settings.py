@@ -117,6 +117,8 @@ class ServeSettings(ModelSettings):
 
     prefix_cache_tokens: int = Field(default=8192, ge=0)
     """transformers: prompt tokens whose keys and values are kept for later prompts that begin alike."""
+    chunk_tokens: int | None = Field(default=None, ge=32)
+    """transformers: prompt tokens computed between two tokens of others; null: 256 on CPUs, 2048 on GPUs."""
     served_model_name: str | None = None
     """Model name for clients; null for the folder's name."""
     host: str = "127.0.0.1"

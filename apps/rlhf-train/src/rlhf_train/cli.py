@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlhf_algos import METHODS
-from rlhf_data import exit_cleanly
+from rlhf_data import exit_cleanly, output_written
 from rlhf_train.options import (
     compare_options,
     decorated,
@@ -39,6 +39,11 @@ _exit_cleanly = partial(exit_cleanly, stopped="Stopped; nothing was begun")
 
 class _Commands(click.Group):
     """The commands, and those of methods from files (`--method-module`) and installed packages."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; output that cannot be written ends it with a sentence."""
+        with output_written():
+            return super().main(*args, **extra)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

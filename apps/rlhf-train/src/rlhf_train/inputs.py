@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos import check_reachable, require_ray
-from rlhf_data import BaseConfig, UserError
-from rlhf_models import check_available
+from rlhf_data import BaseConfig, UserError, model_folder
+from rlhf_models import check_available, check_whole
 
 _MODELS = ("model_name_or_path", "value_model_path", "reward_model", "model_name")
 _DEEPSPEED = 'check the path, or write {"zero_optimization": {"stage": 2}} into it, which shards with ZeRO-2'
@@ -18,7 +18,8 @@ _ROWS = ("train_data", "eval_data", "sft_data", "preference_data", "prompt_data"
 def check_inputs(config: BaseConfig, *, dry_run: bool = False) -> None:
     """Look for every model, file and folder that the settings name, and for the cluster of a run.
 
-    Sections of the config are looked through too.
+    Sections of the config are looked through too. Weights that are damaged are refused here as far as that
+    shows without reading large files.
     """
     workers = getattr(config, "distributed", None)
     if workers is not None and not dry_run:
@@ -27,12 +28,14 @@ def check_inputs(config: BaseConfig, *, dry_run: bool = False) -> None:
     for key, name in _named(config):
         if key in _MODELS:
             check_available(name)
+            check_whole(name)
         elif not Path(name).exists() and not (key in _ROWS and _may_be_on_hub(name)):
             hint = _DEEPSPEED if key == "deepspeed" else "check the path"
             raise UserError(f"{key}: {name} does not exist; {hint}", code="file_not_found")
     for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():
-        if ":" not in line and "/" in line:
+        if ":" not in line and ("/" in line or Path(line).is_dir()):
             check_available(line)
+            check_whole(model_folder(line))
 
 
 def check_planned(options: Mapping[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from rlhf_data import SettingsSource
 
 NEWEST = "<newest unfinished run>"
 SEED_LIMIT = (1 << 31) - 1
@@ -18,6 +21,32 @@ def decorated(command: Any, options: list[Decorator]) -> Any:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def flag_of(name: str) -> str:
+    """The flag whose value is the option of this name."""
+    return "--set" if name == "overrides" else f"--{name.replace('_', '-')}"
+
+
+def settings_source(options: dict[str, Any], keys_of: Mapping[str, Sequence[str]]) -> SettingsSource:
+    """What a command's settings come from: the config file, and what was given beside it.
+
+    Args:
+        options: the command's.
+        keys_of: the keys that each option is the value of.
+    """
+    from rlhf_data import SettingsSource, overrides_given  # late, as help needs neither
+
+    flags = [
+        (key, flag_of(name))
+        for name, keys in keys_of.items()
+        if not any(options.get(name) is nothing for nothing in (None, False, ()))
+        for key in keys
+    ]
+    distributed = options.get("distributed")
+    files = [("distributed", str(distributed))] if distributed else []
+    given = (*files, *overrides_given(options["overrides"]), *flags)
+    return SettingsSource(str(options["config"] or "config"), given)
 
 
 def settings_options() -> list[Decorator]:
@@ -65,12 +94,8 @@ def model_config_option() -> Decorator:
 def run_options(job: str, *, rows: str, held_out: str, start: str, seed: int) -> list[Decorator]:
     """Data, output folder, resuming, length, seed, evaluation alone and the dry run.
 
-    Args:
-        job: name of the job, with which new run folders begin.
-        rows: help of `--train-data`.
-        held_out: help of `--eval-data`.
-        start: what `--eval-only` evaluates without `--resume`.
-        seed: the default one.
+    `rows` and `held_out` are the help of `--train-data` and `--eval-data`; `start` is what `--eval-only`
+    evaluates without `--resume`.
     """
     return [
         click.option("--train-data", metavar="FILE", help=rows),

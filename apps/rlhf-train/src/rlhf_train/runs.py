@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import RunFolder, UserError, alone_in, load_config_file, newest_unfinished
-from rlhf_train.options import NEWEST
+from rlhf_train.options import NEWEST, flag_of
 
 _LOG = logging.getLogger(__name__)
 ROOT = "outputs"
@@ -23,7 +23,6 @@ _CONFIG = "config.json"
 _FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl", "workers.jsonl", "rollouts.ledger")
 """Files written before the first step."""
 _BASE = "base"
-_FLAG_OF = {"overrides": "--set"}
 
 
 @contextmanager
@@ -79,10 +78,7 @@ def other_workers(
 ) -> dict[str, Any]:
     """The workers that `--distributed` gives a resumed run, which must not change what it computes.
 
-    Args:
-        options: those of the command.
-        values: the run's settings.
-        sampling: the section of them that has `prompts_per_batch`.
+    `sampling` is the section of the run's settings that has `prompts_per_batch`.
     """
     if not options.get("distributed"):
         return {}
@@ -113,7 +109,7 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
     """
     given = [name for name in changing if not any(options.get(name) is x for x in (None, False, ()))]
     if given:
-        names = ", ".join(_FLAG_OF.get(name, f"--{name.replace('_', '-')}") for name in given)
+        names = ", ".join(flag_of(name) for name in given)
         raise UserError(
             f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out",
             code="conflicting_options",

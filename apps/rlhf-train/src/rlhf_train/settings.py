@@ -34,11 +34,7 @@ class Setting:
 
 
 def config_class(method: str) -> type[BaseModel]:
-    """The class of a command's settings.
-
-    Raises:
-        UserError: the command is unknown.
-    """
+    """The class of a command's settings."""
     from rlhf_algos import METHODS
 
     if method == "minmax":

@@ -1,9 +1,11 @@
 from rlhf_data.config import BaseConfig as BaseConfig
 from rlhf_data.config import LocalPath as LocalPath
 from rlhf_data.config import ModelPath as ModelPath
+from rlhf_data.config import SettingsSource as SettingsSource
 from rlhf_data.config import Strings as Strings
 from rlhf_data.config import apply_overrides as apply_overrides
 from rlhf_data.config import load_config_file as load_config_file
+from rlhf_data.config import overrides_given as overrides_given
 from rlhf_data.datasets.packing import PackedBatch as PackedBatch
 from rlhf_data.datasets.packing import StepTokens as StepTokens
 from rlhf_data.datasets.packing import longest_completions as longest_completions
@@ -17,6 +19,8 @@ from rlhf_data.datasets.tokenized import StepDataset as StepDataset
 from rlhf_data.datasets.tokenized import TokenizedDataset as TokenizedDataset
 from rlhf_data.errors import UserError as UserError
 from rlhf_data.errors import exit_cleanly as exit_cleanly
+from rlhf_data.errors import is_out_of_memory as is_out_of_memory
+from rlhf_data.errors import output_written as output_written
 from rlhf_data.preprocessing.config import PreprocessConfig as PreprocessConfig
 from rlhf_data.preprocessing.items import detect_kind as detect_kind
 from rlhf_data.preprocessing.items import read_items as read_items
@@ -48,6 +52,7 @@ from rlhf_data.records.encode import TokenSequence as TokenSequence
 from rlhf_data.records.kind import Message as Message
 from rlhf_data.records.kind import Record as Record
 from rlhf_data.records.kind import Text as Text
+from rlhf_data.records.kind import as_completion as as_completion
 from rlhf_data.records.kind import as_messages as as_messages
 from rlhf_data.records.kind import is_held_out as is_held_out
 from rlhf_data.records.kind import prompt_key as prompt_key
@@ -75,6 +80,10 @@ from rlhf_data.runs.atomic import explain_full_disk as explain_full_disk
 from rlhf_data.runs.atomic import finite as finite
 from rlhf_data.runs.atomic import json_hash as json_hash
 from rlhf_data.runs.atomic import remove_folder as remove_folder
+from rlhf_data.runs.atomic import remove_stale_temps as remove_stale_temps
+from rlhf_data.runs.checksums import CHECKSUMS_FILE as CHECKSUMS_FILE
+from rlhf_data.runs.checksums import find_damage as find_damage
+from rlhf_data.runs.checksums import has_checksums as has_checksums
 from rlhf_data.runs.checksums import write_checksums as write_checksums
 from rlhf_data.runs.lock import alone_in as alone_in
 from rlhf_data.runs.model_folders import model_folder as model_folder
@@ -100,6 +109,8 @@ from rlhf_data.user_code import has_module as has_module
 from rlhf_data.user_code import import_object as import_object
 from rlhf_data.worlds.arithmetic import arithmetic_records as arithmetic_records
 from rlhf_data.worlds.dummy import write_dummy_data as write_dummy_data
+from rlhf_data.worlds.reports import ReportWorldConfig as ReportWorldConfig
+from rlhf_data.worlds.reports import generate_reports as generate_reports
 from rlhf_data.worlds.story import StoryWorldConfig as StoryWorldConfig
 from rlhf_data.worlds.story import generate_stories as generate_stories
 from rlhf_data.worlds.story_tasks import story_records as story_records

@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -66,6 +67,40 @@ ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_f
 """A model's folder, the folder of a run, for the model that it left, or a name on the hub."""
 
 
+@dataclass(frozen=True)
+class SettingsSource:
+    """What a config's values come from, so that a message names the one at fault.
+
+    Args:
+        name: what holds whatever was not given beside it, such as a file's name.
+        given: key and words of what was given beside it, such as `("training.seed", "--seed")`; of several
+            with one key the last holds.
+    """
+
+    name: str = "config"
+    given: tuple[tuple[str, str], ...] = ()
+
+    def at(self, key: str, reason: str = "") -> str:
+        """What a mistake comes from.
+
+        Args:
+            key: path of the value, of the section, or "" for the whole config.
+            reason: what is wrong; of a section or the whole, it names those given that have a part in it.
+        """
+        own = [words for given, words in self.given if re.match(re.escape(given) + r"([.\[]|$)", key)]
+        if own:
+            return own[-1]
+        prefix = f"{key}." if key else ""
+        inside = {k.removeprefix(prefix): words for k, words in self.given if k.startswith(prefix)}
+        part = [words for k, words in inside.items() if re.search(rf"(?<![\w.]){re.escape(k)}(?!\w)", reason)]
+        return f"{self.name} with {', '.join(dict.fromkeys(part))}" if part else self.name
+
+
+def overrides_given(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Key and words of each `key=value` of `--set`, for a `SettingsSource`."""
+    return tuple((override.partition("=")[0].strip(), f"--set {override}") for override in overrides)
+
+
 class BaseConfig(BaseModel):
     """A frozen config: unknown keys and values out of range are refused, fields document themselves."""
 
@@ -74,10 +109,10 @@ class BaseConfig(BaseModel):
     )
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "config") -> Self:
+    def from_dict(cls, values: dict[str, Any], where: str | SettingsSource = "config") -> Self:
         """Build the config from plain values, sections being nested dicts.
 
-        `where` is what error messages call the source, for instance the file's name.
+        `where` is what error messages call the source, for instance the file's name, or tells sources apart.
 
         Raises:
             UserError: an unknown key (with the nearest valid name), a missing key, a wrong type or a value
@@ -86,7 +121,8 @@ class BaseConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise _first_mistake(cls, error.errors(), where) from error
+            source = SettingsSource(where) if isinstance(where, str) else where
+            raise _first_mistake(cls, error.errors(), source) from error
 
     @classmethod
     def path_keys(cls) -> list[str]:
@@ -145,6 +181,11 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(
             f"config file {path}{_yaml_place(error)}; correct that line", code="invalid_yaml"
+        ) from error
+    except (ValueError, RecursionError) as error:  # too many digits, no such day, too deep
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(
+            f"config file {path}: a value cannot be read ({why}); correct it", code="unreadable_value"
         ) from error
     if values is None:
         return {}
@@ -223,15 +264,17 @@ def _parse_value(text: str, override: str) -> Any:
         ) from error
 
 
-def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], where: str) -> UserError:
+def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], source: SettingsSource) -> UserError:
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     error = (unknown or errors)[0]
     path, owner, field = _locate(model, error["loc"])
     if unknown:
         said = _explain_unknown(model, owner, path)
-        return UserError(f"{where}: {said}", code="unknown_key", key=path)
+        return UserError(f"{source.at(path)}: {said}", code="unknown_key", key=path)
     if error["type"] == "missing":
-        return UserError(f"{where}: key {path} is missing; give it a value", code="missing_key", key=path)
+        said = f"key {path} is missing; give it a value"
+        return UserError(f"{source.at(path)}: {said}", code="missing_key", key=path)
+    reason = ""
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
         said = f"{path}: {reason}" if path else reason
@@ -239,7 +282,7 @@ def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], where: st
         expected = _allowed_range(field, error) or error["msg"].replace("Input should be", "expected", 1)
         expected = _EXPECTED.get(error["type"], expected)
         said = f"{path or 'the top level'} is {error['input']!r}, {expected}"
-    return UserError(f"{where}: {said}", code="invalid_value", key=path)
+    return UserError(f"{source.at(path, reason)}: {said}", code="invalid_value", key=path)
 
 
 def _locate(
@@ -257,6 +300,9 @@ def _locate(
             owner, field = current, current.model_fields.get(str(part))
             current = _section_type(field.annotation) if field else None
             parts.append(str(part))
+        elif field is not None and typing.get_origin(field.annotation) is dict:
+            current = _item_type(field.annotation)
+            parts += [str(part)] if current else []
     return ".".join(parts), owner, field
 
 
@@ -266,7 +312,7 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
 
 
 def _item_type(annotation: Any) -> type[BaseModel] | None:
-    """The section that each item of a list is."""
+    """The section that each item of a list, or each value of a mapping, is."""
     return next((found for found in map(_section_type, typing.get_args(annotation)) if found), None)
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Of what is read it is said where it is read."""
+_NO_MEMORY = re.compile(
+    "(can't|cannot) allocate memory|not enough memory|can't start new thread|bad_alloc|failed to map segment",
+    re.IGNORECASE,
+)
 
 
 class UserError(Exception):
@@ -30,8 +37,16 @@ class UserError(Exception):
         self.fields = fields
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch or safetensors says that memory, or room for a thread, ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or _NO_MEMORY.search(str(error)) is not None
+
+
 def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
-    """Run a command's job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130.
+    """Run a command's job; a user's mistake or lack of memory becomes a sentence and exit code 2, Ctrl-C 130.
 
     The notes of what the job raises are printed, or else `stopped`; the `exit_code` of a `KeyboardInterrupt`,
     such as 143 after SIGTERM, is the process's.
@@ -44,13 +59,66 @@ def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
     except UserError as error:
         print("\n".join((f"Error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(2)
-    except OSError as error:
-        if error.errno not in _NOT_WRITABLE:
+    except Exception as error:
+        sentence = _of_the_machine(error)
+        if sentence is None:
             raise
-        said = (error.strerror or "").lower()
-        print(f"Error: {error.filename} cannot be written: {said}; name another place", file=sys.stderr)
+        print("\n".join((f"Error: {sentence}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         notes = getattr(stop, "__notes__", ())
         print(f"Stopped; {'; '.join(notes)}" if notes else stopped, file=sys.stderr)
         sys.exit(getattr(stop, "exit_code", 130))
+
+
+@contextmanager
+def output_written() -> Iterator[None]:
+    """Within this context, that of a whole command, standard output that cannot be written is an error.
+
+    The command ends with a sentence and exit code 2, as on a full disk. A reader that has gone is none.
+
+    Raises:
+        SystemExit: not all of it could be written.
+    """
+    try:
+        yield
+    except OSError:  # of this output or another file
+        _exit_if_unwritten("\n")
+        raise
+    finally:
+        _exit_if_unwritten("")
+
+
+def _exit_if_unwritten(more: str) -> None:
+    reason = _why_unwritten(more)
+    if reason is not None:
+        print(f"Error: standard output cannot be written: {reason}; name another place", file=sys.stderr)
+        sys.exit(2)
+
+
+def _why_unwritten(more: str) -> str | None:
+    """What keeps standard output, and this text after it, from being written, if anything."""
+    if sys.stdout is None or sys.stdout.closed:
+        return None
+    try:
+        sys.stdout.write(more)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return None
+    except OSError as error:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())  # what is left would be written when Python ends
+        os.close(nothing)
+        return (error.strerror or str(error)).lower()
+    return None
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What a user needs to know of an error that is not a mistake of the program; None if it is one."""
+    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+        said = (error.strerror or "").lower()
+        return f"{error.filename} cannot be written: {said}; name another place"
+    if is_out_of_memory(error):
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"there is not enough memory ({reason}); free some, or make batches or models smaller"
+    return None

@@ -47,10 +47,21 @@ __all__ = [
 ]
 
 Rows = Sequence[dict[str, Any]]
+"""Rows of a log: each has the step and the metrics of one report."""
 
-# Okabe & Ito's palette, distinguishable with every common form of colour blindness.
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#007E5C", "#A3507F", "#666666"
-PAPER, _INK, _GRID = "#FFFFFF", "#1C2430", "#E4E4E4"
+BLUE = "#0072B2"
+"""Of Okabe & Ito's palette, as the next ones: distinguishable with every common form of colour blindness."""
+ORANGE = "#D55E00"
+"""Stands out from `BLUE` most."""
+GREEN = "#007E5C"
+"""Third colour of a figure."""
+PURPLE = "#A3507F"
+"""Fourth colour of a figure."""
+GREY = "#666666"
+"""For what is there to compare with."""
+PAPER = "#FFFFFF"
+"""The background of a figure."""
+_INK, _GRID = "#1C2430", "#E4E4E4"
 _ON_DARK = {
     BLUE: "#56B4E9",
     ORANGE: "#F08A3C",

@@ -45,9 +45,6 @@ class Scorer:
             completion_ids: their token ids, for rules that count tokens; None if they are not known.
             columns: n values for each further column of the rows, such as `answer`.
             done: called after each batch with the number of its completions.
-
-        Raises:
-            UserError: a completion cannot be scored.
         """
         from rlhf_infer import Samples
 

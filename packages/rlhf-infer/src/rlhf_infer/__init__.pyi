@@ -1,9 +1,9 @@
+from rlhf_infer.engines.batched_requests import OnToken as OnToken
+from rlhf_infer.engines.batched_requests import TopLogps as TopLogps
 from rlhf_infer.engines.constraints import Constraint as Constraint
 from rlhf_infer.engines.constraints import Grammars as Grammars
 from rlhf_infer.engines.constraints import check_schema as check_schema
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
-from rlhf_infer.engines.continuous_batching import OnToken as OnToken
-from rlhf_infer.engines.continuous_batching import TopLogps as TopLogps
 from rlhf_infer.engines.draft_model import DraftModel as DraftModel
 from rlhf_infer.engines.drafts import Drafter as Drafter
 from rlhf_infer.engines.drafts import NgramDrafter as NgramDrafter

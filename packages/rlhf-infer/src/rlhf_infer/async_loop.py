@@ -7,22 +7,26 @@ usable, and it serves threads without a loop and threads whose own loop is runni
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sysconfig
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_infer.failures import Exited
-
 _Value = TypeVar("_Value")
-
 _LOOPS: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 """Loop and thread by process number: a forked process has its parent's loop, but not its thread."""
 _LOCK = threading.RLock()
 """May be taken again by a finalizer that runs while it is held."""
 _KEPT: set[asyncio.Task[Any]] = set()
 """Tasks that nothing waits for, which a loop alone would not keep alive."""
+_LOG = logging.getLogger(__name__)
+_OURS = str(Path(__file__).parents[1])
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
@@ -97,3 +101,25 @@ def _running_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
             thread.start()
             _LOOPS[os.getpid()] = loop, thread
         return _LOOPS[os.getpid()]
+
+
+class Exited(Exception):
+    """A reward function called `sys.exit()`, its cause: a failure as any other, and not the program's end."""
+
+
+def raised(error: BaseException) -> str:
+    """`raised KeyError: 'a' (rewards.py:12)`; the whole traceback goes to the log.
+
+    The line is the innermost one outside this package, Python's library and installed packages; without such
+    a line names none.
+    """
+    if isinstance(error, Exited) and error.__cause__ is not None:
+        error = error.__cause__
+    _LOG.info("a reward function raised", exc_info=error)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, *_INSTALLED, "<"))
+    ]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"raised {type(error).__name__}: {error}{place}"

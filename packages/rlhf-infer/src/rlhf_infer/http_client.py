@@ -130,12 +130,8 @@ class HTTPClient:
     ) -> bytes:
         """The answer to a request, tried again as the policy says; for any event loop.
 
-        Args:
-            method: GET or POST.
-            url: on the client's server.
-            body: JSON; None sends nothing.
-            check: raises `Unavailable` for an answer to be ignored, such as a proxy's page.
-            on_try: called before each try with the number of tries before.
+        `check` raises `Unavailable` for an answer to be ignored, such as a proxy's page; `on_try` is called
+        before each try with the number of tries before.
 
         Raises:
             Unavailable: every try ended with a broken connection, no answer in time, one of the statuses 408,
@@ -174,12 +170,7 @@ class HTTPClient:
     ) -> httpx.Response:
         """The answer to one request, whatever its status; must run on the loop of `rlhf_infer.async_loop`.
 
-        Args:
-            method: GET or POST.
-            url: on the client's server.
-            body: JSON; None sends nothing.
-            timeout_s: seconds without the whole answer after which it is given up.
-            largest: bytes of the longest answer that is read, unpacked; None for no limit.
+        `timeout_s` is for the whole answer; `largest` counts its bytes, unpacked.
 
         Raises:
             Unavailable: a broken connection, or no whole answer in time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from typing import Any
 
 _QUOTED = re.compile(r"""(?<![\w\\])(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """Text quoted by `repr`, as opposed to an apostrophe, which follows a letter."""
+_NO_MEMORY = re.compile(
+    "(can't|cannot) allocate memory|can't start new thread|bad_alloc|failed to map segment", re.IGNORECASE
+)
 
 
 class MergeError(ValueError):
@@ -39,15 +43,19 @@ class UnwrittenError(MergeError):
     code = "unwritable"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python or torch says that memory, or room for a thread, ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+
+
 @contextmanager
 def readable(what: str | Path) -> Iterator[None]:
     """The boundary around a user's file or folder, and around the values that it holds.
 
     Whatever a malformed one causes, and what the system says of one that cannot be read, is a `MergeError`
     with the codes `damaged_file` and `unreadable_file`. A `ValueError` inside is the words for what is wrong.
-
-    Args:
-        what: the file, folder or part of it, as the message names it.
     """
     try:
         yield

@@ -98,6 +98,14 @@ class TextRules:
         sentences = reversed(self.sentences(record))
         return next((s for s in sentences if _affirms(s, record.answer_text)), None)
 
+    def evidence_on(self, record: QARecord, claim: str | None) -> str | None:
+        """Evidence of a truthful critic of an answer that claims `claim`: by default the same for all claims.
+
+        Where answers make several claims, what refutes one says nothing about the others.
+        """
+        del claim
+        return self.correct_evidence(record)
+
     def possible_evidence(self, record: QARecord) -> list[str]:
         """Candidates for a critic's evidence, good and bad: the story's sentences."""
         return self.sentences(record)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rlhf_report.failures import explained
+from rlhf_report.options import explained
 
 
 @click.command("audit")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.failures import explained
+from rlhf_report.options import explained
 
 
 @click.command("capability")

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.failures import explained
-from rlhf_report.options import bad_row_option
+from rlhf_report.options import bad_row_option, explained
 
 
 @click.command("errors")

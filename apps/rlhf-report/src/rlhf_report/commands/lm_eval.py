@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rlhf_report.failures import explained
+from rlhf_report.options import explained
 
 
 @click.command(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rlhf_report.failures import explained
+from rlhf_report.options import explained
 
 _SHORTEST = 0.1
 _PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory", "workers")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rlhf_report.failures import explained
+from rlhf_report.options import explained
 
 _SELECTIONS = ("stratified", "random", "best", "worst", "disagree")
 _FORMATS = ("md", "jsonl", "csv", "html")

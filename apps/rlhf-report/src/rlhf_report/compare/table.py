@@ -21,16 +21,8 @@ PREFERENCE = "preference"
 class Options:
     """Settings of a comparison.
 
-    Attributes:
-        files: One for each model.
-        names: What the models are called.
-        baseline: File of the outputs that preferences are against; None without.
-        metric: Name of the score; None for the one that the files have.
-        slice: Column to report by; None without.
-        cluster: Column of what prompts belong to; None: each prompt is its own.
-        lower_is_better: Whether less of the metric is better.
-        level: The coverage of all intervals.
-        cases: How many prompts are shown on either side.
+    `baseline` is the file of the outputs that preferences are against; prompts of one value of `cluster`
+    belong together.
     """
 
     files: tuple[str, ...]

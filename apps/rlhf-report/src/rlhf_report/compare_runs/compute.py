@@ -24,13 +24,7 @@ from rlhf_report.compare_runs.read import HELD_OUT, Run, plan_of
 class Options:
     """How runs are compared.
 
-    Attributes:
-        metric: What they are compared by.
-        kl: Name of the KL in their logs; None if they share none.
-        threshold: From which a run counts as converged; None for the one that follows from the runs.
-        lower_is_better: Whether less of the metric is better.
-        level: The coverage of the intervals.
-        comparable: Whether the metric is one quantity in all runs; if not, no ranking is made.
+    Without a `threshold` one follows from the runs; if the metric is not `comparable`, no ranking is made.
     """
 
     metric: str

@@ -20,14 +20,9 @@ Line = tuple[np.ndarray, np.ndarray]
 def run_panels(
     groups: Sequence[str], runs: Sequence[RunCurves], metric: str, kl: str | None, better: str | None
 ) -> list[Panel]:
-    """Panels for a page, those without a line left out.
+    """Panels for a page, those without a line left out; runs of one group share a colour.
 
-    Args:
-        groups: Name of each run's group; its runs share a colour.
-        runs: Their curves.
-        metric: Its name.
-        kl: Its name; None without.
-        better: Where the metric is better, `up` or `down`; None if runs cannot be compared by it.
+    `better` is `up` or `down`; None if runs cannot be compared by the metric.
     """
     wanted: list[tuple[str, str, str, Callable[[RunCurves], Line]]] = [
         (f"{metric} over steps", "step", metric, lambda run: (run.metric.steps, smoothed(run))),

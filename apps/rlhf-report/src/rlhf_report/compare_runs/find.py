@@ -16,12 +16,7 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run before its log is read.
-
-    Attributes:
-        path: Its folder or log.
-        group: What its group is called; None if its method says it.
-    """
+    """A run before its log is read; `group` is None if its method says it."""
 
     path: Path
     group: str | None

@@ -34,14 +34,7 @@ _OF_RUN = ("seed", "run_folder", "output_dir", "report_to", "logging_steps", "sa
 
 @dataclass(frozen=True)
 class Run:
-    """A run with its log.
-
-    Attributes:
-        log: What it logged.
-        group: Name of its group.
-        name: Its own, unlike that of any other.
-        results: Of results.json; empty if it is not there.
-    """
+    """A run with its log; its name is unlike that of any other."""
 
     log: RunLog
     group: str

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import click
 import numpy as np
 
 from rlhf_data import PromptRecord, Text, as_messages
@@ -16,6 +13,7 @@ from rlhf_eval.evaluation.written import as_read
 from rlhf_eval.reward_errors import ScoredCandidates
 from rlhf_eval.scoring import Scorer, as_text
 from rlhf_report.errors.rows import Candidates
+from rlhf_report.options import progress
 
 
 def score_candidates(
@@ -56,10 +54,3 @@ def _prompt(scorer: Scorer, prompt: Text) -> Text:
     transcript: Any = as_messages(PromptRecord(prompt))
     said: Any = as_messages(PromptRecord(prompt, is_chat=True))
     return said.prompt if isinstance(transcript.prompt, str) else transcript.prompt
-
-
-@contextmanager
-def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal; its value is called with the number of what has been done."""
-    with click.progressbar(length=total, label=label, file=sys.stderr) as bar:
-        yield bar.update

@@ -21,7 +21,7 @@ from rlhf_data import (
     scan_rows,
 )
 from rlhf_eval.reward_errors import TIES, tie_of
-from rlhf_report.named_columns import named_columns
+from rlhf_report.options import named_columns
 
 _PAIRS = 1000
 """Pairs that are read by default; of prompts with several completions all are."""
@@ -31,16 +31,7 @@ _COLUMNS = ("prompt", "chosen", "rejected", "subset", "id", "scores")
 
 @dataclass(frozen=True)
 class Candidates:
-    """A prompt with correct and incorrect completions.
-
-    Args:
-        prompt: text or messages.
-        completions: the correct ones first.
-        num_correct: how many are correct.
-        subset: what it belongs to.
-        name: its id.
-        scores: one of each completion; None if the row has none.
-    """
+    """A prompt with its completions, the correct ones first."""
 
     prompt: Text
     completions: list[str]

@@ -40,8 +40,9 @@ from rlhf_eval.reward_errors import (
 )
 from rlhf_eval.scoring import Scorer, as_text, load_scorer
 from rlhf_report.compare.words import columns
-from rlhf_report.errors.candidates import progress, score_candidates
+from rlhf_report.errors.candidates import score_candidates
 from rlhf_report.errors.rows import ReadRows, completions_of, read
+from rlhf_report.options import progress
 
 _CHANGED_ROWS = 200
 """Pairs whose completions are changed, each in every way; more would only narrow the interval."""

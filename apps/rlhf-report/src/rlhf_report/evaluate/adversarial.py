@@ -28,15 +28,7 @@ class Provocation:
     def ask(
         self, policy: Policy, engine: Engine | None, place: Place, config: EvalConfig, options: dict[str, Any]
     ) -> None:
-        """Let a model answer those of the adversarial prompts that fit every model so far.
-
-        Args:
-            policy: the model with its tokenizer.
-            engine: what draws its completions; None for transformers.
-            place: its name and folder.
-            config: see `EvalConfig`.
-            options: the rewards, as `RLHFEvaluator` takes them.
-        """
+        """Let a model answer those of the adversarial prompts that fit every model so far."""
         assert place.folder is not None
         place = replace(place, folder=place.folder / "adversarial")
         options = options | {"config": config.model_copy(update={"num_samples": 1}), "place": place}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -51,6 +49,7 @@ from rlhf_report.evaluate.adversarial import Provocation, facts_of
 from rlhf_report.evaluate.engines import check_engines, engine_notes, engine_of
 from rlhf_report.evaluate.folder import evaluation_folder
 from rlhf_report.evaluate.sources import Source, check_sources, completions_of, fitting, parse_source
+from rlhf_report.options import progress
 
 _CASES = 8
 """Prompts whose completions the page shows."""
@@ -197,7 +196,7 @@ class _Evaluation:
             "held_out_reward": self.rewards["held_out_reward"],
             "config": self.config,
         }
-        place = Place(source.name, self.run.path / "state" / source.name.replace("/", "_"), _progress)
+        place = Place(source.name, self.run.path / "state" / source.name.replace("/", "_"), progress)
         evaluator = RLHFEvaluator(
             policy, reference if with_kl else None, prompts=self.prompts, place=place, **options
         )
@@ -357,12 +356,3 @@ def _pairs(path: str | None, on_bad_row: Any) -> tuple[list[PreferenceRecord], i
         return [], 0
     loaded = load_records(path, "preference", on_bad_row=on_bad_row)
     return loaded.records, len(loaded.skipped)
-
-
-@contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    if not total:
-        yield lambda count: None
-        return
-    with click.progressbar(length=total, label=what, file=sys.stderr, show_eta=True) as bar:
-        yield bar.update

@@ -61,12 +61,8 @@ def fitting(
 ) -> list[PromptRecord]:
     """The prompts that every model can read and complete; weights are not loaded.
 
-    Args:
-        sources: models, and files, which are left aside; the first is the reference.
-        prompts: the prompts to answer.
-        max_new_tokens: the longest completion.
-        one_tokenizer: whether all models need the first one's, for the KL.
-        skip: leave out prompts that do not fit, in place of refusing them.
+    The first source is the reference; with `one_tokenizer` all models need its tokenizer, for the KL. `skip`
+    leaves out prompts that do not fit, in place of refusing them.
     """
     from rlhf_eval.evaluation import prompt_ids
     from rlhf_eval.evaluation.divergence import check_same_tokens

@@ -39,12 +39,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class DataSet:
-    """One of the data sets that are explored.
-
-    Attributes:
-        name: As it was given.
-        files: What it consists of, in order.
-    """
+    """One of the data sets that are explored."""
 
     name: str
     files: list[str]
@@ -105,14 +100,8 @@ def read_pairs(
 ) -> ReadPairs:
     """Turn pairs into columns and words, and put their texts into the spool.
 
-    Args:
-        pairs: of `scan_pairs`.
-        files: see `ReadPairs`.
-        skipped: filled while the pairs are read.
-        spool: where the texts go.
-        executor: computes both in other processes, from some thousand pairs on; None computes here.
-        count_tokens: tokens of each text; None leaves them out.
-        done: called with the number of pairs of each step.
+    An `executor` computes both in other processes, from some thousand pairs on; `done` is called with the
+    number of pairs of each step.
     """
     counter = WordCounter()
 
@@ -148,12 +137,7 @@ def scan_pairs(
 ) -> Iterator[Placed]:
     """Pairs of all files, in order.
 
-    Args:
-        sets: the data sets.
-        columns: the files' names of columns.
-        beside: receives every row that is a pair.
-        skip: whether bad rows are left out.
-        skipped: what is wrong with those.
+    `beside` receives every row that is a pair, `skipped` what is wrong with those that are left out.
     """
     numbered = enumerate((number, file) for number, each in enumerate(sets) for file in each.files)
     for file_number, (set_number, file) in numbered:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json, atomic_write_text, finite
+from rlhf_data import RunFolder, atomic_folder, atomic_write_json, atomic_write_text, finite
 from rlhf_eval.exploration import (
     Exploration,
     choose_samples,
@@ -30,7 +30,7 @@ from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
 from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts
 from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
-from rlhf_report.named_columns import named_columns
+from rlhf_report.options import named_columns, tokenizer_of
 
 _COLUMNS = ("prompt", "messages", "chosen", "rejected")
 _FEW_PAIRS = 6000
@@ -164,15 +164,8 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 
 def _token_counter(name: str) -> Callable[[Sequence[str]], list[int]]:
-    try:
-        from rlhf_models import load_tokenizer
-    except ImportError as error:
-        raise UserError(
-            f'--tokenizer needs more than is installed ({error}); run pip install "rlhf-report[models]"',
-            code="missing_package",
-        ) from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(name)
 
     def count(texts: Sequence[str]) -> list[int]:
         found = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_data import (
     PreprocessConfig,
+    SettingsSource,
     UserError,
     atomic_folder,
     atomic_write_json,
@@ -17,13 +18,12 @@ from rlhf_data import (
     detect_kind,
     ensure_writable_folder,
     load_config_file,
-    model_folder,
     prepare_rows,
     read_items,
     scan_rows,
     write_prepared,
 )
-from rlhf_report.named_columns import named_columns
+from rlhf_report.options import named_columns, tokenizer_of
 from rlhf_report.prepare.page import prepare_page
 from rlhf_report.prepare.words import summary
 
@@ -45,7 +45,7 @@ def run_prepare(given: dict[str, Any]) -> None:
             code="invalid_value",
             key="margins",
         )
-    tokenizer = _tokenizer(given["tokenizer"]) if given["tokenizer"] else None
+    tokenizer = tokenizer_of(given["tokenizer"]) if given["tokenizer"] else None
     for path in given["against"]:
         next(iter(scan_rows(path)))  # before the long work
     options = {"columns": columns, "source_column": given["source_column"]}
@@ -87,9 +87,9 @@ def _check_readable_twice(path: str) -> None:
 
 def _settings(given: dict[str, Any]) -> PreprocessConfig:
     values = load_config_file(given["config"]) if given["config"] else {}
-    where = given["config"] or "options"
     chosen = {key: given[key] for key in PreprocessConfig.model_fields if given.get(key) is not None}
-    return PreprocessConfig.from_dict(values | chosen, where)
+    flags = tuple((key, f"--{key.replace('_', '-')}") for key in chosen)
+    return PreprocessConfig.from_dict(values | chosen, SettingsSource(given["config"] or "options", flags))
 
 
 def _folder(given: dict[str, Any]) -> Path | None:
@@ -120,16 +120,6 @@ def _folder(given: dict[str, Any]) -> Path | None:
             folder=str(out),
         )
     return out
-
-
-def _tokenizer(name: str) -> Any:
-    try:
-        from rlhf_models import load_tokenizer
-    except ModuleNotFoundError as error:
-        raise UserError(
-            '--tokenizer needs more packages; run pip install "rlhf-report[models]"', code="missing_package"
-        ) from error
-    return load_tokenizer(model_folder(name))
 
 
 def _places(shown: dict[str, Any]) -> dict[str, Any]:

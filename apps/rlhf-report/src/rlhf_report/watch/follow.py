@@ -14,15 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from rlhf_data import UserError, ensure_writable_folder
 from rlhf_eval import training_curves
-from rlhf_eval.figures import can_draw
-from rlhf_eval.monitor import RunLog, find_runs, monitor_page, open_log, shown_keys, summarise
+from rlhf_eval.figures import can_draw, pairs
+from rlhf_eval.monitor import (
+    RunLog,
+    Summary,
+    find_runs,
+    monitor_page,
+    open_log,
+    shown_keys,
+    sparkline,
+    summarise,
+)
 from rlhf_report.watch.server import PageServer, serving
-from rlhf_report.watch.terminal import dashboard
+
+_MOST = 14
 
 
 @dataclass(frozen=True)
@@ -140,3 +153,24 @@ def _command(text: str | None) -> list[str] | None:
             f"--alert-command: there is no program {words[0] if words else ''!r}; name one that runs"
         )
     return words
+
+
+def dashboard(runs: Sequence[tuple[RunLog, Summary]], *, plot: str = "all") -> RenderableType:
+    """A panel per run."""
+    return Group(*(_panel(log, summary, plot) for log, summary in runs))
+
+
+def _panel(log: RunLog, summary: Summary, plot: str) -> Panel:
+    lines: list[RenderableType] = [Text(summary.text)]
+    lines += [Text(summary.workers)] if summary.workers else []
+    lines += [Text(f"! step {each.step}: {each.text}", style="bold red") for each in summary.alerts]
+    if summary.skipped:
+        lines.append(Text(f"about {summary.skipped:,} rows between were left out", style="dim"))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for key in shown_keys(log.rows, plot)[:_MOST]:
+        points = pairs(log.rows, "step", key)
+        newest = next((row["step"] for row in reversed(log.rows) if key in row), None)
+        # A metric that was logged last without a finite value has none, whatever it was before.
+        last = f"{points[-1][1]:.4g}" if points and points[-1][0] == newest else "–"
+        table.add_row(Text(key), Text(sparkline(points), style="blue"), Text(last))
+    return Panel(Group(*lines, table), title=Text(summary.name), title_align="left")

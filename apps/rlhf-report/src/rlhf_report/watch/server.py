@@ -14,11 +14,7 @@ _NAMES = ("127.0.0.1", "localhost")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET / with the page that it holds.
-
-    Attributes:
-        page: the page, HTML.
-    """
+    """Answers GET / with the page that it holds."""
 
     daemon_threads = True
 

@@ -13,13 +13,8 @@ from rlhf_infer import Constraint, OnToken, PromptLogps, Rollout, SamplingParams
 class Draw:
     """Samples of one prompt that are requested from a backend.
 
-    Args:
-        prompt: token ids.
-        n: samples.
-        params: how they are drawn.
-        first: index of the first.
-        reproducible: whether the same seed has to give the same samples, which may cost time.
-        logps: whether log-probs are needed; without them rollouts may have none.
+    `first` is the index of the first sample; `reproducible` samples are the same for the same seed, which may
+    cost time; without `logps` rollouts may have none.
     """
 
     prompt: Sequence[int]
@@ -28,6 +23,15 @@ class Draw:
     first: int = 0
     reproducible: bool = True
     logps: bool = True
+
+
+GAUGES = {
+    "kv_tokens": "Tokens whose keys and values are held",
+    "kv_tokens_limit": "Tokens whose keys and values can be held",
+    "paused_cohorts": "Batches of requests that wait for memory in the middle of their completions",
+    "preemptions": "Times a batch of requests has given up its keys and values, so far",
+}
+"""What `Backend.memory` measures."""
 
 
 class Backend(Protocol):
@@ -67,6 +71,10 @@ class Backend(Protocol):
 
     def run_work(self, work: Callable[[], Any]) -> Any:
         """Run work of another model where it disturbs generation least; not from the event loop's thread."""
+        ...
+
+    def memory(self) -> dict[str, float]:
+        """How the memory for keys and values is used now: `GAUGES` by name; empty if it is not known."""
         ...
 
     async def close(self) -> None:

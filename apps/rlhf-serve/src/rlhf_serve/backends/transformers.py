@@ -25,7 +25,7 @@ from rlhf_infer import (
 )
 from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
-from rlhf_serve.settings import ModelSettings
+from rlhf_serve.settings import ModelSettings, ServeSettings
 
 _PART_TOKENS = 2048
 """Prompt tokens whose log-probs are computed between two tokens of the generation."""
@@ -34,12 +34,15 @@ _PART_TOKENS = 2048
 class TransformersBackend:
     """A transformers model; requests join and leave the batch at any token.
 
-    Computes with `threads` CPU threads; None leaves the number to torch.
+    Computes with `threads` CPU threads; None leaves the number to torch. Beside others it computes prompts in
+    chunks of `chunk_tokens`; None is 256 on CPUs, 2048 on GPUs.
     """
 
     name = "transformers"
 
-    def __init__(self, engine: TransformersEngine, *, threads: int | None = None) -> None:
+    def __init__(
+        self, engine: TransformersEngine, *, threads: int | None = None, chunk_tokens: int | None = None
+    ) -> None:
         self._on_cpu = engine.model.device.type == "cpu"
         self.tokenizer = engine.tokenizer
         limit = context_length(engine.model)
@@ -48,7 +51,12 @@ class TransformersBackend:
         self.eos_token_ids: list[int] = engine.eos_token_ids
         self._engine = engine
         self._handover = _Handover()
-        self._batcher = ContinuousBatcher(engine, threads=threads, after_tokens=self._handover.wake)
+        self._batcher = ContinuousBatcher(
+            engine,
+            chunk_tokens=chunk_tokens or (256 if self._on_cpu else 2048),
+            threads=threads,
+            after_tokens=self._handover.wake,
+        )
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; samples are always reproducible, and have log-probs."""
@@ -73,6 +81,16 @@ class TransformersBackend:
     def run_work(self, work: Callable[[], Any]) -> Any:
         """See `Backend.run_work`: on a CPU between two tokens, on a GPU at once."""
         return self._batcher.submit_work(work).result() if self._on_cpu else work()
+
+    def memory(self) -> dict[str, float]:
+        """See `Backend.memory`."""
+        batcher = self._batcher
+        return {
+            "kv_tokens": batcher.held_tokens,
+            "kv_tokens_limit": self.max_batch_tokens,
+            "paused_cohorts": batcher.paused,
+            "preemptions": batcher.preemptions,
+        }
 
     async def close(self) -> None:
         """See `Backend.close`."""
@@ -112,7 +130,7 @@ class _Handover:
             function(*arguments)
 
 
-def load_backend(settings: ModelSettings, model: str, *, threads: int | None = None) -> Backend:
+def load_backend(settings: ServeSettings, model: str, *, threads: int | None = None) -> Backend:
     """The backend that the settings ask for, with its model loaded.
 
     transformers computes with `threads` CPU threads; None leaves the number to torch.
@@ -121,7 +139,8 @@ def load_backend(settings: ModelSettings, model: str, *, threads: int | None = N
         from rlhf_serve.backends.vllm import VLLMBackend
 
         return VLLMBackend.start(settings, model)
-    return TransformersBackend(load_engine(settings, model), threads=threads)
+    engine = load_engine(settings, model)
+    return TransformersBackend(engine, threads=threads, chunk_tokens=settings.chunk_tokens)
 
 
 def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:

@@ -40,14 +40,7 @@ from rlhf_serve.settings import ModelSettings
 
 
 class VLLMBackend:
-    """Continuous batching by vLLM.
-
-    Args:
-        engine: an `AsyncLLM`.
-        tokenizer: the policy's tokenizer.
-        eos_token_ids: what ends a completion.
-        folder: a temporary folder that goes when the backend is closed.
-    """
+    """Continuous batching by vLLM's `AsyncLLM`; a temporary folder goes when the backend is closed."""
 
     name = "vllm"
 
@@ -162,6 +155,10 @@ class VLLMBackend:
     def run_work(self, work: Callable[[], Any]) -> Any:
         """See `Backend.run_work`: at once, since vLLM computes in a separate process."""
         return work()
+
+    def memory(self) -> dict[str, float]:
+        """See `Backend.memory`: none, since vLLM manages its own."""
+        return {}
 
     async def close(self) -> None:
         """See `Backend.close`."""

@@ -50,6 +50,8 @@ def built_demo(seed: int, progress: Any = None) -> Demo:
 
     config = MinMaxConfig(seed=seed, demo=DemoSettings(flawed_reward=False, reward_steps=2000))
     stories = load_stories(config)
-    models = demo_models(stories.building, stories.prompts, config.demo, seed=seed, progress=progress)
+    models = demo_models(
+        stories.building, stories.prompts, config.demo_settings(), seed=seed, progress=progress
+    )
     examples = tuple(stories.prompts.policy(record) for record in stories.held_out[:_EXAMPLES])
     return Demo(models.base, models.reward, examples)

@@ -16,7 +16,8 @@ class Display:
     """Prints to the error stream, so that output can be piped."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+        terminal = sys.stderr is not None and sys.stderr.isatty()  # None: it was closed
+        self.console = Console(stderr=True, highlight=False, soft_wrap=not terminal)
         self._progress: Progress | None = None
         self._stage: tuple[str, Any] = ("", None)
 

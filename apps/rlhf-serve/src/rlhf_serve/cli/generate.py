@@ -36,11 +36,13 @@ def generate(settings: BatchSettings) -> None:
 
         def work(
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
-        ) -> list[tuple[dict[str, Any], SamplingCost]]:
+        ) -> list[tuple[list[dict[str, Any]], SamplingCost]]:
             if parts.rewards is not None:
                 check_columns({each.name: each.function for each in parts.rewards.sources}, columns)
             found = sampler.sample([row["prompt"] for row in rows], columns)
-            return [(_added(each, settings), each.cost) for each in found]
+            return [
+                ([row | _added(each, settings)], each.cost) for row, each in zip(rows, found, strict=True)
+            ]
 
         return work, close
 

@@ -19,15 +19,7 @@ from rlhf_serve.settings import ModelSettings, ServeSettings
 
 @dataclass(frozen=True)
 class Parts:
-    """Models and reward functions of the settings.
-
-    Args:
-        model: folder or hub name of the policy.
-        name: what it is called.
-        chat_template: for its tokenizer; None for its own.
-        rewards: reward functions; None without any.
-        examples: prompts for it.
-    """
+    """Models and reward functions of the settings, and prompts for them."""
 
     model: str
     name: str

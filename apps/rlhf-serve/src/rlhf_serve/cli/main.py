@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
 
-from rlhf_data import exit_cleanly
+from rlhf_data import exit_cleanly, output_written
 
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -137,16 +138,7 @@ def _generate(**options: Any) -> None:
     Rows have `prompt`, a text or messages, and any columns that reward functions read. The output has each
     row with `completion`, `score` and its cost, in the order of the input.
     """
-
-    def job() -> None:
-        from rlhf_serve.settings import BatchSettings
-
-        settings = _settings(BatchSettings, options)
-        from rlhf_serve.cli.generate import generate
-
-        generate(settings)
-
-    exit_cleanly(job)
+    exit_cleanly(lambda: _run("generate", "BatchSettings", options))
 
 
 def _label_steps(**options: Any) -> None:
@@ -155,16 +147,7 @@ def _label_steps(**options: Any) -> None:
     Rows have `prompt` and what the reward reads, such as `answer` for `--reward number`. The output has rows
     with `prompt`, `completions` (steps) and `labels`. An interrupted run continues where it stopped.
     """
-
-    def job() -> None:
-        from rlhf_serve.settings import LabelSettings
-
-        settings = _settings(LabelSettings, options)
-        from rlhf_serve.cli.label_steps import label_steps
-
-        label_steps(settings)
-
-    exit_cleanly(job)
+    exit_cleanly(lambda: _run("label_steps", "LabelSettings", options))
 
 
 def _refine(**options: Any) -> None:
@@ -174,16 +157,13 @@ def _refine(**options: Any) -> None:
     one of them. The output has each row with `completion` (the draft that is kept), `score`, `first_draft`,
     `drafts` with their critiques, and the cost, in the order of the input.
     """
+    exit_cleanly(lambda: _run("refine", "RefineSettings", options))
 
-    def job() -> None:
-        from rlhf_serve.settings import RefineSettings
 
-        settings = _settings(RefineSettings, options)
-        from rlhf_serve.cli.refine import refine
-
-        refine(settings)
-
-    exit_cleanly(job)
+def _run(command: str, kind: str, options: dict[str, Any]) -> None:
+    """Run a command over a file; its module, which loads torch, once its settings are known to be right."""
+    settings = _settings(getattr(import_module("rlhf_serve.settings"), kind), options)
+    getattr(import_module(f"rlhf_serve.cli.{command}"), command)(settings)
 
 
 def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = lambda settings: "") -> Any:
@@ -320,8 +300,20 @@ def _refine_options() -> list[Decorator]:
     ]
 
 
+class _Commands(click.Group):
+    """The commands."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; output that cannot be written ends it with a sentence."""
+        with output_written():
+            return super().main(*args, **extra)
+
+
 main = click.group(
-    "rlhf-serve", invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+    "rlhf-serve",
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )(
     click.version_option(package_name="rlhf-serve")(
         _decorated(click.pass_context(_serve), [*_model_options(), *_server_options()])

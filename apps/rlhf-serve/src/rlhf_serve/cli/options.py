@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
+import click
+
+from rlhf_data import (
+    BaseConfig,
+    SettingsSource,
+    UserError,
+    apply_overrides,
+    load_config_file,
+    overrides_given,
+)
 from rlhf_models.loading.sources import check_not_a_missing_path
 from rlhf_serve.settings import FileSettings, ModelSettings
 
@@ -26,7 +35,16 @@ def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
             values[key] = value
         elif isinstance(values.setdefault(section, {}), dict):
             values[section] = {**values[section], name: value}
-    return kind.from_dict(values, "settings" if path is None else f"config file {path}")
+    flags = tuple((key.replace("__", "."), _flag_of(key)) for key in given)
+    name = "settings" if path is None else f"config file {path}"
+    return kind.from_dict(values, SettingsSource(name, (*overrides_given(overrides), *flags)))
+
+
+def _flag_of(name: str) -> str:
+    """The flag of the running command whose value is the option of this name."""
+    context = click.get_current_context(silent=True)
+    params = context.command.params if context else ()
+    return next((param.opts[0] for param in params if param.name == name), name)
 
 
 def check_inputs(settings: ModelSettings) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, atomic_write_json
-from rlhf_infer import SamplingCost
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import prompt_rows
 from rlhf_serve.settings import FileSettings
@@ -25,90 +24,113 @@ NOT_COMPARED = (
     "search_tree",
 )
 """Settings that change no completion."""
-Work = Callable[[Sequence[dict[str, Any]], dict[str, list[Any]]], list[tuple[dict[str, Any], SamplingCost]]]
-"""Gives what is added to each row of a batch, and its cost; from the rows, and their other columns."""
+Work = Callable[[Sequence[dict[str, Any]], dict[str, list[Any]]], list[tuple[list[dict[str, Any]], Any]]]
+"""The rows to write for each row of a batch, and what is known of it, such as its cost; from the rows, and
+their columns other than the prompt."""
 
 
 def write_rows(
-    settings: FileSettings, load: Callable[[Display, int], tuple[Work, Callable[[], None]]]
-) -> list[SamplingCost]:
-    """Write each row of the input with what is made of it, after those that the output has already.
+    settings: FileSettings,
+    load: Callable[[Display, int], tuple[Work, Callable[[], None]]],
+    kind: type[Output] | None = None,
+) -> list[Any]:
+    """Write what is made of each row of the input, after what the output has already.
 
-    Args:
-        settings: the run's settings.
-        load: loads what makes it, given the number of rows that are done; also gives what closes that. It is
-            called only if a row is left.
+    `load` gives the work and what closes it, knowing how many rows are done; called only if a row is left.
 
     Returns:
-        What each row cost that was written now.
-
-    Raises:
-        UserError: the output is another run's, or the work refuses a row.
+        What the work said of each row that was done now.
     """
     display, rows = Display(), prompt_rows(settings)
-    done = Output(settings, rows).resume()
+    output = (kind or Output)(settings, rows)
+    done = output.resume()
     if done == len(rows):
-        display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts over")
+        display.say(f"{output.path} has all {done} {output.noun} already; --overwrite starts over")
         return []
     if done:
-        display.say(f"{settings.output_path} has {done} of {len(rows)} rows; continuing")
+        display.say(f"{output.path} has {done} of {len(rows)} {output.noun}; continuing")
     work, close = load(display, done)
-    costs = []
+    found = []
     try:
-        with open(settings.output_path, "ab") as file:
-            for start in range(done, len(rows), settings.batch_size):
-                batch = rows[start : start + settings.batch_size]
-                names = sorted({name for row in batch for name in row} - {"prompt"})
-                columns = {name: [row.get(name) for row in batch] for name in names}
-                try:
-                    made = work(batch, columns)
-                except UserError as error:
-                    where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"
-                    raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
-                for row, (added, cost) in zip(batch, made, strict=True):
-                    file.write(json.dumps(row | added, ensure_ascii=False).encode() + b"\n")
-                    costs.append(cost)
-                file.flush()
-                os.fsync(file.fileno())
-                display.step("prompts", start + len(batch), len(rows))
+        for start in range(done, len(rows), settings.batch_size):
+            batch = rows[start : start + settings.batch_size]
+            names = sorted({name for row in batch for name in row} - {"prompt"})
+            columns = {name: [row.get(name) for row in batch] for name in names}
+            try:
+                made = work(batch, columns)
+            except UserError as error:
+                where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"
+                raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
+            output.add([line for lines, _ in made for line in lines], start + len(batch))
+            found += [each for _, each in made]
+            display.step("prompts", start + len(batch), len(rows))
     finally:
         display.finish()
         close()
-    return costs
+    return found
 
 
 class Output:
-    """The output file of a run, and what of it there is."""
+    """The output file of a run, and beside it the settings that made it."""
+
+    noun, marks_suffix = "rows", ".settings.json"
 
     def __init__(self, settings: FileSettings, rows: Sequence[dict[str, Any]]) -> None:
         self.path = Path(settings.output_path)
-        self.marks = self.path.with_name(self.path.name + ".settings.json")
+        self.marks = self.path.with_name(self.path.name + self.marks_suffix)
         self.overwrite, self.rows = settings.overwrite, rows
         self.settings = {k: v for k, v in settings.to_dict().items() if k not in NOT_COMPARED}
 
     def resume(self) -> int:
-        """How many rows it has; an incomplete last line goes."""
+        """How many rows of the input are done; what was written after them goes."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.overwrite or not self.path.exists() or not self.path.stat().st_size:
                 self.path.write_bytes(b"")
-                atomic_write_json(self.marks, self.settings)
+                self.mark(0)
                 return 0
-            lines = self.path.read_bytes().split(b"\n")
-            self._check_settings()
-            self._check_rows(lines[:-1])
+            done, size = self.done()
             with open(self.path, "rb+") as file:
-                file.truncate(sum(len(line) + 1 for line in lines[:-1]))
+                file.truncate(size)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror or error})", code="unwritable"
             ) from error
-        return len(lines) - 1
+        return done
 
-    def _check_settings(self) -> None:
+    def add(self, rows: Sequence[dict[str, Any]], done: int) -> None:
+        """Append the rows of a batch, after which `done` rows of the input are done."""
         try:
-            before = json.loads(self.marks.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            with open(self.path, "ab") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror or error}); make room and run the command "
+                "again, which goes on after the rows that are there",
+                code="unwritable",
+            ) from error
+        self.mark(done)
+
+    def mark(self, done: int) -> None:
+        """Write the marks; these have nothing that changes after the start."""
+        if not done:
+            atomic_write_json(self.marks, self.settings)
+
+    def done(self) -> tuple[int, int]:
+        """How many rows of the input are done, and the bytes that belong to them; each has a line here."""
+        *lines, _ = self.path.read_bytes().split(b"\n")
+        self.check_settings(lambda marks: marks)
+        self._check_rows(lines)
+        return len(lines), sum(len(line) + 1 for line in lines)
+
+    def check_settings(self, settings_of: Callable[[Any], dict[str, Any]]) -> Any:
+        """The marks, with the settings that the file was made with equal to those of now."""
+        try:
+            marks = json.loads(self.marks.read_text(encoding="utf-8"))
+            before = settings_of(marks)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.path} exists, and {self.marks.name} beside it does not say how it was made; choose "
                 "another --output, or --overwrite",
@@ -121,6 +143,7 @@ class Output:
                     "same settings, another --output, or --overwrite",
                     code="different_config",
                 )
+        return marks
 
     def _check_rows(self, lines: Sequence[bytes]) -> None:
         if len(lines) > len(self.rows):

@@ -50,10 +50,9 @@ def refine(settings: RefineSettings) -> None:
 
         def work(
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
-        ) -> list[tuple[dict[str, Any], SamplingCost]]:
-            return [
-                (_added(each), each.cost) for each in refiner.refine([row["prompt"] for row in rows], columns)
-            ]
+        ) -> list[tuple[list[dict[str, Any]], SamplingCost]]:
+            found = refiner.refine([row["prompt"] for row in rows], columns)
+            return [([row | _added(each)], each.cost) for row, each in zip(rows, found, strict=True)]
 
         return work, close
 

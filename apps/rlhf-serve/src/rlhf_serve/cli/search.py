@@ -79,15 +79,7 @@ def _check_tree(settings: BatchSettings, search: SearchSettings) -> None:
 
 
 class TreeFile:
-    """The file of the trees, row by row as the output.
-
-    Args:
-        path: where it is.
-        done: rows that the output has, whose trees stay; the others go.
-
-    Raises:
-        UserError: it does not have these trees, or cannot be written.
-    """
+    """The file of the trees, row by row as the output, of which `done` rows are there; trees of others go."""
 
     def __init__(self, path: str, done: int) -> None:
         self.path = Path(path)

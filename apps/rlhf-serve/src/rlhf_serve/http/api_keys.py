@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlhf_data import UserError
@@ -47,25 +47,16 @@ class KeyRing:
             self._add(name, key)
 
     @classmethod
-    def load(
-        cls,
-        *,
-        file: Path | None = None,
-        options: Sequence[str] = (),
-        environment: Mapping[str, str] = os.environ,
-    ) -> KeyRing:
-        """The keys of a file, the environment and the command line, together.
+    def load(cls, *, file: Path | None = None, environment: Mapping[str, str] = os.environ) -> KeyRing:
+        """The keys of a file and of the environment variable RLHF_SERVE_API_KEYS, together.
 
-        Args:
-            file: one key per line, `key` or `name key`; empty lines and those that begin with # do not count.
-            options: each `key` or `name key`.
-            environment: where RLHF_SERVE_API_KEYS may hold keys, `key` or `name key`, separated by commas.
+        Each is `key` or `name key`; a file has one a line, empty lines and those that begin with # aside, and
+        the variable separates them by commas.
         """
         keys = [*_from_file(file)] if file is not None else []
         if ENVIRONMENT in environment:
             entries = environment[ENVIRONMENT].split(",")
             keys += [_entry(entry, f"the environment variable {ENVIRONMENT}") for entry in entries]
-        keys += [_entry(option, "the option for an API key") for option in options]
         return cls(keys)
 
     @property

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from rlhf_serve import page
+from rlhf_serve.backends.protocol import GAUGES
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.feedback import FeedbackLog, add_feedback
@@ -62,6 +63,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     }
     metrics = Metrics(build=build, key_names=keys.names)
     metrics.watch(admission)
+    metrics.watch_memory(served.service.backend.memory, GAUGES)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -84,7 +84,9 @@ def install(app: FastAPI) -> None:
 def log_cause(error: APIError, request_id: str) -> None:
     """Log what is withheld from the client about a failure of the server."""
     if error.status_code >= 500 and error.__cause__ is not None:
-        logger.error("request %s: %s", request_id, error.__cause__, exc_info=error.__cause__)
+        cause = error.__cause__
+        traced = None if isinstance(cause, OSError) else cause  # which says all, such as a disk that is full
+        logger.error("request %s: %s", request_id, cause, exc_info=traced)
 
 
 def as_api_error(error: Exception, method: str, path: str) -> APIError:

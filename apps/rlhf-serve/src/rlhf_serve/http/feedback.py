@@ -10,19 +10,23 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_data import UserError
+from rlhf_data import UserError, as_completion
 from rlhf_infer.rewards.texts import text_of
-from rlhf_infer.sampling.search import as_completion
 from rlhf_serve.errors import already_rated, feedback_failed, invalid_request, unknown_answer
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.other_schemas import FeedbackRequest
 from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.worker_threads import Workers
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 FEEDBACK = "/v1/feedback"
 _REMEMBERED = 4096
@@ -44,9 +48,6 @@ def check_feedback(path: str | Path) -> None:
     """Make the file ready to be appended to: make it, or mend its end.
 
     A last line that a killed server left torn is cut off, and the log says so; a whole one gets a line break.
-
-    Raises:
-        UserError: it cannot be written, or is another file than one of ratings.
     """
     path = Path(path)
     try:
@@ -54,6 +55,7 @@ def check_feedback(path: str | Path) -> None:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file; name another for --feedback", code="unwritable")
         with open(path, "ab+") as file:
+            _lock(file)
             file.seek(0)
             first = file.readline()
             if not first:
@@ -78,6 +80,12 @@ def check_feedback(path: str | Path) -> None:
         ) from error
 
 
+def _lock(file: IO[bytes]) -> None:
+    """Keep other servers from a file of ratings until it is closed, where the system can."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def _row(line: bytes) -> dict[str, Any]:
     """A line as a row; empty if it is not one."""
     try:
@@ -99,15 +107,7 @@ def _last_line(file: BinaryIO, end: int) -> bytes:
 
 
 class FeedbackLog:
-    """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated.
-
-    Args:
-        path: JSON lines with prompt, completion, label, score, and where they come from.
-        model: name of the served model.
-
-    Raises:
-        UserError: see `check_feedback`.
-    """
+    """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated."""
 
     def __init__(self, path: str | Path, model: str) -> None:
         self.path, self.model = Path(path), model
@@ -154,15 +154,18 @@ class FeedbackLog:
             answer.rated.add(body.index)
 
     def _append(self, line: bytes) -> None:
+        """Append all of a line or nothing; other servers may append to the same file."""
         try:
-            with open(self.path, "ab") as file:
-                end = file.tell()
+            # Unbuffered: a buffer that could not be written would be written again when the file is closed.
+            with open(self.path, "ab", buffering=0) as file:
+                _lock(file)
+                end, left = file.seek(0, os.SEEK_END), memoryview(line)
                 try:
-                    file.write(line)
-                    file.flush()
+                    while left:
+                        left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except OSError:
-                    os.truncate(self.path, end)
+                    file.truncate(end)
                     raise
         except OSError as error:
             raise feedback_failed() from error

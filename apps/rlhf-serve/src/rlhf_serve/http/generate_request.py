@@ -33,15 +33,8 @@ Remember = Callable[[str, str | None, Sequence[GenerationResult]], None]
 class Generating:
     """One request for candidates, from its place in the queue to its last byte.
 
-    Args:
-        service: draws and scores.
-        parse_requests: parses the body, one generation request per prompt; runs in a thread, because a chat
-            template may take any time.
-        style: how it is answered.
-        record: its log record.
-        timeout_s: seconds after its coming at which it is given up.
-        log_prompts: whether the record gets the prompt.
-        remember: called with the answer's id and what it holds, so that it can be rated.
+    Bodies are parsed in a thread, because a chat template may take any time. `timeout_s` counts from when the
+    request came.
     """
 
     def __init__(

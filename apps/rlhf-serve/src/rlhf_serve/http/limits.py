@@ -111,13 +111,7 @@ class ConcurrencyLimiter:
 
 
 class Admission:
-    """A bounded queue: some requests run, some wait, first come first served; further ones are refused.
-
-    Args:
-        max_running: at a time; >= 1.
-        max_waiting: beyond those; >= 0.
-        clock: seconds.
-    """
+    """A bounded queue: some requests run, some wait, first come first served; further ones are refused."""
 
     def __init__(self, max_running: int, max_waiting: int, *, clock: Clock = time.monotonic) -> None:
         if max_running < 1 or max_waiting < 0:

@@ -49,18 +49,7 @@ def install(
     open_paths: Collection[str] = (),
     hosts: Collection[str] | None = None,
 ) -> None:
-    """Put error handlers and all middleware of this module around `app`.
-
-    Args:
-        app: not yet started.
-        metrics: where requests are counted.
-        access_log: where they are logged; None: as `AccessLog()` does it.
-        max_body_bytes: a longer body is refused with 413.
-        body_timeout_s: seconds within which a body has to arrive, else 408.
-        keys: API keys; None lets everyone in.
-        open_paths: what is answered without a key.
-        hosts: names under which the server may be addressed; None for any.
-    """
+    """Put error handlers and all middleware of this module around `app`."""
     error_handlers.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     app.add_middleware(AccessControl, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
@@ -138,12 +127,8 @@ class SecurityHeaders:
 class AccessControl:
     """Refuses requests without a key, before anything of their body is read.
 
-    Args:
-        app: within.
-        keys: API keys; none let everybody in.
-        open_paths: what is answered without a key.
-        hosts: names that the header Host may have; None for any. A server on the loopback address that
-            answers to other names can be asked by any web page whose name is made to lead there.
+    `hosts` are the names that the header Host may have; None for any. A server on the loopback address that
+    answers to other names can be asked by any web page whose name is made to lead there.
     """
 
     def __init__(
@@ -169,14 +154,7 @@ class AccessControl:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests.
-
-    Args:
-        paths: the limited routes.
-        admission: the queue, which must have room.
-        rate: requests a minute of each key; None for any number.
-        concurrency: requests at a time of each key; None for any number.
-    """
+    """Limits on requests: room in the queue, and what each key may ask for; None for any number."""
 
     paths: Collection[str]
     admission: Admission

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -13,19 +14,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_data import Message, Text, UserError
+from rlhf_data import Text, UserError, as_completion
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import attended, within
 from rlhf_serve.http.telemetry import record_of
-from rlhf_serve.openai.openrlhf import split_query
 from rlhf_serve.openai.other_schemas import RerankRequest
 from rlhf_serve.openai.schema import RewardRequest, ScoreRequest
 from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.messages import checked_messages
 from rlhf_serve.service.scoring_queue import Scores
 from rlhf_serve.service.served_model import Served
+from rlhf_serve.service.tokenization import Texts
 from rlhf_serve.settings import ServeSettings
 
 _SCORE, _OPENRLHF, _RERANK = ("/v1/score", "/score"), "/get_reward", ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -34,13 +35,7 @@ SCORING = (*_SCORE, _OPENRLHF, *_RERANK)
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions to score, from a request.
-
-    Args:
-        prompts: B texts or messages.
-        completions: B texts, or messages after messages.
-        columns: B values each.
-    """
+    """Completions to score, from a request: B of each, texts or messages, and B values of each column."""
 
     prompts: list[Text]
     completions: list[Text]
@@ -187,7 +182,7 @@ def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:
             "text_1",
             "text_1",
         )
-    after = [_completion(p, c) for p, c in zip(prompts, completions, strict=True)]
+    after = [as_completion(p, c) for p, c in zip(prompts, completions, strict=True)]
     return _batch(prompts, after, body.reward_columns or {}, "reward_columns")
 
 
@@ -232,12 +227,7 @@ def _as_read(prompt: Any, completion: Any, service: BestOfNService) -> tuple[Tex
             return checked_messages(prompt), completion
         completion = "\n".join(message["content"] for message in completion)
     found = service.as_scored(checked_messages(prompt))
-    return found, _completion(found, completion)
-
-
-def _completion(prompt: Text, completion: str) -> Text:
-    """A completion as rewards read it after a prompt."""
-    return completion if isinstance(prompt, str) else [Message(role="assistant", content=completion)]
+    return found, as_completion(found, completion)
 
 
 def _batch(
@@ -259,3 +249,26 @@ def _listed(prompts: Any) -> list[Any]:
 
 def _row(scores: Scores, place: int) -> dict[str, float | None]:
     return {name: values[place] for name, values in scores.by_name.items()}
+
+
+def split_query(query: str, prompt: str, texts: Texts) -> tuple[str, str]:
+    """Prompt and completion of a decoded sequence.
+
+    OpenRLHF decodes sequences with their special tokens: padding and a begin token before the prompt, which
+    the prompt itself may lack, an end token and padding after the completion. Neither is part of a text.
+
+    Returns:
+        Both; where the query does not begin with the prompt, no prompt and the whole of the query.
+    """
+    special = "|".join(map(re.escape, sorted(texts.tokenizer.all_special_tokens, key=len, reverse=True)))
+    if special:
+        query = re.sub(rf"(?:{special})+\Z", "", query)
+    if query.startswith(prompt):
+        return prompt, query[len(prompt) :]
+    bare_query, bare_prompt = query, prompt
+    if special:
+        lead = re.compile(rf"\A(?:\s*(?:{special}))+\s*")
+        bare_query, bare_prompt = lead.sub("", query), lead.sub("", prompt.lstrip())
+    if bare_query.startswith(bare_prompt):
+        return prompt, bare_query[len(bare_prompt) :]
+    return "", bare_query

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,6 +133,12 @@ class Metrics:
             ("running_requests", "Requests that are being served", lambda: queue.running),
         ):
             Gauge(f"rlhf_serve_{name}", help_text, registry=self.registry).set_function(read)
+
+    def watch_memory(self, read: Callable[[], Mapping[str, float]], texts: Mapping[str, str]) -> None:
+        """Show what `read` returns as gauges, read whenever metrics are requested, with their help texts."""
+        for name in read():
+            gauge = Gauge(f"rlhf_serve_{name}", texts[name], registry=self.registry)
+            gauge.set_function(lambda name=name: read()[name])
 
     def observe(self, method: str, route: str, status: int, seconds: float, record: RequestRecord) -> None:
         """Count one request that has ended.

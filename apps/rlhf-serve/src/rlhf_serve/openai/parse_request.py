@@ -306,6 +306,13 @@ def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Ba
             f"context of {context}; shorten the prompt or lower max_tokens",
             "max_tokens",
         )
+    if prompt + asked > backend.max_batch_tokens:
+        raise invalid_request(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}, together more than the "
+            f"{backend.max_batch_tokens} that this server has memory for; shorten the prompt or lower "
+            "max_tokens",
+            "max_tokens",
+        )
     return asked
 
 

@@ -35,15 +35,8 @@ WAITING = ": waiting\n\n"
 class Format:
     """How one request is answered.
 
-    Args:
-        chat: whether it is a chat, or a completion.
-        model: name of the model.
-        texts: decodes.
-        logprobs: alternatives to each token; None for no log-probs.
-        candidates: whether all candidates come back.
-        fingerprint: of what serves; another one may answer the same seed otherwise.
-        tools: that the model may call.
-        echo: whether prompts come back before their completions.
+    `logprobs` counts alternatives to each token, None for no log-probs; with another `fingerprint` the same
+    seed may be answered otherwise; `echo` puts prompts before their completions.
     """
 
     chat: bool

@@ -38,14 +38,7 @@ class ResponseStream:
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """How one request to `/v1/responses` is answered; the same calls as `responses.Format`.
-
-    Args:
-        request: the request.
-        model: name of the model.
-        texts: decodes.
-        tools: that the model may call.
-    """
+    """How one request to `/v1/responses` is answered; the same calls as `responses.Format`."""
 
     request: ResponsesRequest
     model: str

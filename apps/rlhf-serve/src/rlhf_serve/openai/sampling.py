@@ -26,13 +26,6 @@ def sampling_params(
 ) -> SamplingParams:
     """How the completions of a request are drawn.
 
-    Args:
-        body: the request.
-        max_new_tokens: longest completion in tokens.
-        logprobs: likeliest tokens that are reported; None for no log-probs.
-        constraint: the form of the completions.
-        vocabulary: number of tokens.
-
     Raises:
         APIError: 400; the field is named.
     """

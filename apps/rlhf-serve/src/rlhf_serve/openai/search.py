@@ -20,10 +20,7 @@ _UNSEEN = ("logprobs", "top_logprobs")
 def search_of(body: Generation, scored: bool, limit: int) -> SearchSettings | None:
     """How the trees of a request are searched; None to draw whole candidates.
 
-    Args:
-        body: the request.
-        scored: whether the server has a reward.
-        limit: tokens that best-of-N of a prompt may take here.
+    `limit`: tokens that best-of-N of a prompt may take here.
 
     Raises:
         APIError: 400; the field is named.

@@ -68,9 +68,6 @@ class ToolCallParser:
     """Splits a streamed answer into content and tool calls.
 
     Text that looks like a call but cannot be parsed as one stays content.
-
-    Args:
-        format: how the model writes calls.
     """
 
     format: CallFormat

@@ -45,12 +45,8 @@ class GenerationResult:
 class BestOfNService:
     """Draws candidates, scores them, and ranks them.
 
-    Args:
-        backend: generates.
-        texts: decodes.
-        scoring: scores; None for a server without reward.
-        messages: whether reward functions get conversations as messages.
-        answer: what a majority counts, see `rlhf_infer.sampling.answers.extractor`.
+    `scoring` is None for a server without reward; `messages` says whether reward functions get conversations
+    as messages.
     """
 
     def __init__(

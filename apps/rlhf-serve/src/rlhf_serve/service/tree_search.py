@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_data import as_completion
 from rlhf_infer import (
     DrawSteps,
     Extract,
@@ -20,7 +21,6 @@ from rlhf_infer import (
     StepCalls,
 )
 from rlhf_infer.async_loop import gather_all
-from rlhf_infer.sampling.search import as_completion
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.requests import GenerationRequest, Timing
@@ -45,11 +45,7 @@ def _rewards(functions: RewardFunctions) -> _Rewards:
 class TreeSearchService:
     """Searches the tree of a prompt, with the backend and the rewards of all requests.
 
-    Args:
-        backend: draws the steps.
-        texts: decodes; the tree grows in its threads.
-        scoring: scores the steps.
-        extract: finds a text's answer, for votes.
+    Trees grow in the threads of `texts`; `extract` finds a text's answer, for votes.
     """
 
     def __init__(self, backend: Backend, texts: Texts, scoring: Scoring, extract: Extract) -> None:

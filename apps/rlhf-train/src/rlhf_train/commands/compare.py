@@ -18,8 +18,7 @@ from rlhf_algos import METHODS
 from rlhf_data import PromptRecord, RunFolder, UserError, apply_overrides, atomic_write_json, remove_folder
 from rlhf_train.comparison.budget import PILOT_STEPS, measured_steps, spent_per_step, steps_of
 from rlhf_train.comparison.plan import Arm, ComparisonPlan
-from rlhf_train.display.console import make_console, progress
-from rlhf_train.display.plan import warning_line
+from rlhf_train.display.console import make_console, progress, warning_line
 from rlhf_train.inputs import check_inputs
 from rlhf_train.runs import new_run, resumable, resumed_run
 

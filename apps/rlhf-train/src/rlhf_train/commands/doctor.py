@@ -56,10 +56,9 @@ class Finding:
 
 
 def examine(port: int | None = None) -> list[Finding]:
-    """Look at everything that a run needs; a check that fails unexpectedly is a problem of its own.
+    """Look at everything that a run needs, and at a port that is to be free for a server.
 
-    Args:
-        port: one that is to be free for a server; None asks for none.
+    A check that fails unexpectedly is a problem of its own.
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "Python": _python,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_algos.process_group import is_main_process
-from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
+from rlhf_data import RunFolder, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
 from rlhf_train.inputs import check_inputs, check_planned
+from rlhf_train.options import settings_source
 from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
 
 _JOB = "minmax"
@@ -24,6 +25,7 @@ _KEY_OF_OPTION = {
     "on_bad_row": ("data.on_bad_row",),
     "seed": ("seed",),
 }
+_SETS = {**_KEY_OF_OPTION, "no_baseline": ("baseline",), "force": ("force",)}
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force", "dry_run")
 
 
@@ -65,27 +67,23 @@ def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
     for option, keys in _KEY_OF_OPTION.items():
         if options[option] is not None:
             for key in keys:
-                section, _, name = key.rpartition(".")
-                values = {**values, **_nested(values, section, name, options[option])}
+                _put(values, key, options[option])
     if options["no_baseline"]:
         values["baseline"] = False
     if options["force"]:
         values["force"] = True
     if options["epochs"] is not None and options["max_steps"] is None:
-        values["training"] = {**values.get("training", {}), "max_steps": -1}
-    return MinMaxConfig.from_dict(values, where=str(source) if source else "config")
+        _put(values, "training.max_steps", -1)
+    return MinMaxConfig.from_dict(values, where=settings_source(options, _SETS))
 
 
-def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict[str, Any]:
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value, or one of a section; what should be a section and is not is left, and refused later."""
+    section, _, name = key.rpartition(".")
     if not section:
-        return {name: value}
-    inner = values.get(section) or {}
-    if not isinstance(inner, dict):
-        raise UserError(
-            f"{section} is {inner!r} in the config file, expected a section of keys and values",
-            code="invalid_value",
-        )
-    return {section: {**inner, name: value}}
+        values[name] = value
+    elif isinstance(inner := values.get(section) or {}, dict):
+        values[section] = {**inner, name: value}
 
 
 def _check(config: MinMaxConfig, run: RunFolder, *, dry_run: bool = False) -> None:

@@ -19,10 +19,17 @@ from rlhf_algos.pipeline.results import HISTORY
 from rlhf_algos.pipeline.times import in_words, seconds_last_time
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.display.console import make_console
+from rlhf_train.options import settings_source
 from rlhf_train.runs import ROOT, resumed_run
 
 _JOB = "pipeline"
-_STYLES = {"rejected": "bold red", "promoted": "bold green", "alarm": "bold yellow", "failed": "bold red"}
+_STYLES = {
+    "rejected": "bold red",
+    "promoted": "bold green",
+    "alarm": "bold yellow",
+    "changed": "bold yellow",
+    "failed": "bold red",
+}
 _STAND_IN = "non_empty"
 """A rule that needs nothing, in place of a reward model that is not trained yet."""
 
@@ -31,7 +38,9 @@ def run_pipeline(options: dict[str, Any]) -> bool:
     """Plan or run; whether a gate has ended the pipeline."""
     console = make_console()
     values, root = _values(options)
-    config = PipelineConfig.from_dict(values, where=str(options["config"] or root / "config.json"))
+    resumed = options["config"] is None
+    source = str(root / "config.json") if resumed else settings_source(options, {})
+    config = PipelineConfig.from_dict(values, where=source)
     selection = Selection(tuple(options["stage"]), options["from_stage"], options["until"])
 
     def say(event: str, stage: str, text: str) -> None:

@@ -11,6 +11,7 @@ from rlhf_data import RunFolder, UserError, apply_overrides
 from rlhf_train.commands.dummy_data import create_dummy_data
 from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
+from rlhf_train.options import settings_source
 from rlhf_train.runs import resumable, resumed_run, run_of_all
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def resolve_config(options: dict[str, Any]) -> RLHFConfig:
 
     source = options["config"]
     where = str(source) if source else "config"
-    values = apply_overrides(load_settings(source) if source else {}, options["overrides"])
-    values = of_method(_JOB, values, where)
+    values = of_method(_JOB, load_settings(source) if source else {}, where)
+    values = apply_overrides(values, options["overrides"])
     for name, key in _KEY_OF_OPTION.items():
         if options[name] not in (None, ()):
             values[key] = options[name]
@@ -102,7 +103,15 @@ def resolve_config(options: dict[str, Any]) -> RLHFConfig:
     if model_config is not None:
         first = next(iter(values.get("stages", STAGES)), STAGES[0])
         values[first] = {**values.get(first, {}), "model_config": model_config}
-    return RLHFConfig.from_dict(values, where=where)
+    return RLHFConfig.from_dict(values, where=settings_source(options, _keys_of()))
+
+
+def _keys_of() -> dict[str, tuple[str, ...]]:
+    """The keys that each option is the value of."""
+    from rlhf_algos import STAGES
+
+    of_stages = {name: tuple(f"{stage}.{key}" for stage in STAGES) for name, key in _OF_EACH_STAGE.items()}
+    return {name: (key,) for name, key in _KEY_OF_OPTION.items()} | of_stages
 
 
 def _check(config: RLHFConfig, run: RunFolder) -> None:

@@ -53,7 +53,7 @@ def story_stages(config: RLHFConfig, run: RunFolder, display: TrainingDisplay) -
     """
     game, stories = _game(config)
     check_built(game, stories)
-    models = demo_folder(stories.building, stories.prompts, game.demo, seed=config.seed)
+    models = demo_folder(stories.building, stories.prompts, game.demo_settings(), seed=config.seed)
     found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
     RLHFTrainer(found, run).resolved()  # a wrong setting is not to wait for the models
     if is_main_process():
@@ -62,7 +62,9 @@ def story_stages(config: RLHFConfig, run: RunFolder, display: TrainingDisplay) -
         "stages sft and reward: the models of rlhf-train minmax, a policy taught carelessly and a "
         "reward model with a flaw"
     )
-    demo_models(stories.building, stories.prompts, game.demo, seed=config.seed, progress=display.demo_step)
+    demo_models(
+        stories.building, stories.prompts, game.demo_settings(), seed=config.seed, progress=display.demo_step
+    )
     if is_main_process():
         _write_rows(stories, run.path)
     barrier()
@@ -75,7 +77,7 @@ def story_plan(config: RLHFConfig, folder: Path) -> RLHFConfig:
     base = folder / "policy of rlhf-train minmax"
     found = _with_stories(config, base=base, reward=None, rows=folder)
     tokenizer = demo_tokenizer(stories.building, stories.prompts, game.demo)
-    save_model(untrained_base(tokenizer, game.demo, seed=config.seed), tokenizer, base)
+    save_model(untrained_base(tokenizer, game.demo_settings(), seed=config.seed), tokenizer, base)
     _write_rows(stories, folder)
     return found
 

@@ -8,6 +8,7 @@ from rlhf_algos import METHODS
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, check_planned, described
+from rlhf_train.options import settings_source
 from rlhf_train.plugins import source_of
 from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
 
@@ -69,7 +70,9 @@ def resolve_config(method: str, options: dict[str, Any]) -> JobConfig:
         values["distributed"] = load_config_file(options["distributed"])
     values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
-    return METHODS[method].resolve(values | given | _given_length(options), where=where)
+    keys_of = {name: (key,) for name, key in _KEY_OF_OPTION.items()}
+    origin = settings_source(options, keys_of)
+    return METHODS[method].resolve(values | given | _given_length(options), where=origin)
 
 
 def _given_length(options: dict[str, Any]) -> dict[str, Any]:

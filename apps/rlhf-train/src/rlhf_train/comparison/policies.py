@@ -25,11 +25,7 @@ def is_measured(run: RunFolder, steps: Sequence[int]) -> bool:
 class PolicyMeter:
     """Measures policies on one set of prompts, each against the model that all of them start from.
 
-    Args:
-        plan: the comparison's plan.
-        prompts: held-out prompts, which every policy can read and complete.
-        folder: the completions of the start, and their scores, are kept here.
-        progress: see `rlhf_eval.evaluation.Place`.
+    Every policy can read and complete the prompts; `folder` keeps completions and scores of the start.
     """
 
     def __init__(

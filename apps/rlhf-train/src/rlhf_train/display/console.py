@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 _PLAIN_WIDTH = 120
 
 
+class _UnheardConsole(Console):
+    """Prints on into nothing once the reader of standard output has gone, which ends no run."""
+
+    def on_broken_pipe(self) -> None:
+        """See `rich.console.Console.on_broken_pipe`, which ends the process."""
+        self.quiet = True
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+
+
 def make_console() -> Console:
     """A console as wide as the terminal; elsewhere lines stay whole and tables get 120 columns."""
-    terminal = sys.stdout.isatty()
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed when the process began
     width = None if terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
-    return Console(highlight=False, soft_wrap=not terminal, width=width)
+    return _UnheardConsole(highlight=False, soft_wrap=not terminal, width=width)
 
 
 @contextmanager
@@ -29,3 +43,18 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, transient=True, disable=not (total and console.is_terminal)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+def device_table(rows: Sequence[dict[str, str]]) -> Table:
+    """Devices of all models."""
+    table = Table(title="Device plan", title_justify="left", box=box.ROUNDED)
+    for name in ("role", "device", "dtype", "reason"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(row[str(column.header)] for column in table.columns))
+    return table
+
+
+def warning_line(text: str) -> Text:
+    """A highlighted line."""
+    return Text.assemble(("warning: ", "bold yellow"), text)

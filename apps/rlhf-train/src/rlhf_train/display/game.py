@@ -21,8 +21,7 @@ from rlhf_minmax import Events
 from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_minmax.evaluation.evaluate import Metrics
 from rlhf_minmax.run.events import duration
-from rlhf_train.display.console import make_console
-from rlhf_train.display.plan import device_table, warning_line
+from rlhf_train.display.console import device_table, make_console, warning_line
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
 _BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}

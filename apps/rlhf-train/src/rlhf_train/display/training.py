@@ -16,8 +16,7 @@ from rich.text import Text
 
 from rlhf_algos import StepReport
 from rlhf_data import RunFolder
-from rlhf_train.display.console import make_console
-from rlhf_train.display.plan import device_table, warning_line
+from rlhf_train.display.console import device_table, make_console, warning_line
 
 _PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
 _ALWAYS = ("learning_rate", "grad_norm")

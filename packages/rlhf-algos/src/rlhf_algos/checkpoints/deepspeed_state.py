@@ -28,9 +28,6 @@ def load_deepspeed_state(engine: Any, folder: str | Path) -> None:
 
     State of another number of processes is put together by DeepSpeed's converter to universal checkpoints
     (arXiv:2406.18820), in a folder beside it that is removed afterwards.
-
-    Raises:
-        UserError: the state is missing, or DeepSpeed cannot convert it.
     """
     folder = Path(folder)
     written = len(list((folder / _TAG).glob(_PARTS)))

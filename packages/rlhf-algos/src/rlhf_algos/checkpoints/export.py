@@ -20,7 +20,7 @@ SHARDED, DEEPSPEED = "sharded", "deepspeed"
 """Folders of a checkpoint with the parts of a sharded module, as FSDP and as DeepSpeed leave them."""
 _FOR_RESUMING = (
     *("*optimizer.safetensors", "rng_state*.safetensors", STATE_FILE, "checksums.json"),
-    *("*_memory.safetensors", "*_average", "past_*", "good_monitor"),  # of the game
+    *("*_critic.safetensors", "*_average", "past_*", "good_*"),  # of the game
 )
 
 

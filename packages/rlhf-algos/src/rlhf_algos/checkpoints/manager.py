@@ -33,6 +33,7 @@ from rlhf_data import (
 )
 from rlhf_models import ADAPTER_CONFIG, save_weights
 from rlhf_models.adapters.files import anchor_base
+from rlhf_models.loading.replacing import replacing_weights
 
 STATE_FILE = "trainer_state.json"
 """A checkpoint folder that has it was once complete."""
@@ -202,10 +203,16 @@ class CheckpointManager:
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
-    """Write a model, and its tokenizer unless that is None, without transformers' bar for each file."""
+    """Write a model, and its tokenizer unless that is None, without transformers' bar for each file.
+
+    Other weights that lie in the folder, of a model or an adapter, are replaced.
+    """
     with _no_bars():
         if isinstance(model, PreTrainedModel):
             save_weights(model, folder)
+        elif hasattr(model, "peft_config"):
+            with replacing_weights(folder) as place:
+                model.save_pretrained(place)
         else:
             model.save_pretrained(folder)
     for path in Path(folder).rglob(ADAPTER_CONFIG):

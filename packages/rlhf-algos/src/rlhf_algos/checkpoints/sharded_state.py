@@ -80,11 +80,7 @@ def load_sharded_state(module: nn.Module, optimizer: Optimizer, folder: str | Pa
 
 
 def read_whole_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The trained parameters in files that `save_sharded_state` wrote, by name, whole, one at a time.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """The trained parameters in files that `save_sharded_state` wrote, by name, whole, one at a time."""
     parts: dict[str, list[tuple[list[int], Path]]] = {}
     try:
         for path in sorted(Path(folder).glob("*.safetensors")):

@@ -227,6 +227,11 @@ class GRPOConfig(OnlineConfig):
             raise ValueError("epsilon_high is set without epsilon; set both or none")
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
             raise ValueError(f"delta has no meaning with loss_type {self.loss_type}; leave it out")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if self.loss_type != "sapo" and getattr(self, name) != GRPOConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} has no meaning with loss_type {self.loss_type}; leave it out, or take sapo"
+                )
         return self
 
     @property

@@ -33,15 +33,9 @@ class Cluster:
 
     A process that is connected already stays connected, and its cluster is used.
 
-    Args:
-        config: the settings.
-
     Attributes:
         local: whether the cluster was started here, and ends with this connection.
         dashboard: the address of Ray's dashboard, where it was started here with one.
-
-    Raises:
-        UserError: Ray is missing, no cluster answers, or it has no room for the workers.
     """
 
     def __init__(self, config: DistributedConfig) -> None:
@@ -87,8 +81,7 @@ class Cluster:
 
         Machines that only have workers may leave without one: nothing is there that another one lacks.
 
-        Args:
-            tell: called with that event, once.
+        `tell` is called with that event, once.
         """
         import ray
         from ray._private.state import state  # private, as in Ray Train: Ray has no public API for this

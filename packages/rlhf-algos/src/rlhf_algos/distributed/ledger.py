@@ -45,12 +45,6 @@ class Ledger:
 
     A line that was torn by a kill, or damaged since, is dropped when the file is opened; its group counts as
     not finished.
-
-    Args:
-        path: the file, in the run's folder.
-
-    Raises:
-        UserError: it cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:

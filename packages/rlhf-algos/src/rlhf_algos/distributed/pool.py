@@ -69,12 +69,7 @@ class Worker:
 class Pool:
     """The workers of one kind, and the tasks that wait for them.
 
-    Args:
-        cluster: where they run.
-        kind: what they do.
-        actor: their class, with methods `setup` and `method`.
-        method: what does a task.
-        arguments: the arguments of that for a task, asked for when it is handed out.
+    A task is done by `method` of the class `actor`, with `arguments` of it, asked for when it is handed out.
     """
 
     def __init__(
@@ -116,11 +111,7 @@ class Pool:
         heapq.heappush(self._queue, task)
 
     def hand_out(self) -> None:
-        """Give idle workers the tasks that wait.
-
-        Raises:
-            UserError: no workers are left.
-        """
+        """Give idle workers the tasks that wait."""
         for worker in self.workers.values():
             if self._queue and worker.ready and worker.doing is None:
                 worker.task = heapq.heappop(self._queue)
@@ -196,10 +187,6 @@ def answers(pools: Sequence[Pool], patience: float) -> list[tuple[Pool, Worker, 
 class Losses:
     """What follows when a worker is lost, or fails at a task; counts losses against the budget of a step.
 
-    Args:
-        config: the settings.
-        tell: called with an event's name and what is known of it.
-
     Attributes:
         lost: losses within the present step.
     """
@@ -208,11 +195,7 @@ class Losses:
         self._config, self._tell, self.lost = config, tell, 0
 
     def lose(self, pool: Pool, worker: Worker, task: Any, outcome: Lost) -> None:
-        """Have a lost worker's task done again, and replace the worker as the settings say.
-
-        Raises:
-            UserError: the settings say to stop, or too many were lost.
-        """
+        """Have a lost worker's task done again, and replace the worker as the settings say."""
         self._tell(
             "lost",
             {
@@ -239,11 +222,7 @@ class Losses:
             pool.replace(worker.number)
 
     def fail(self, pool: Pool, worker: Worker, task: Any, failure: Failure) -> None:
-        """Have a task that ended with an error done again elsewhere, a limited number of times.
-
-        Raises:
-            UserError: too many times, or the worker could not set itself up.
-        """
+        """Have a task that ended with an error done again elsewhere, a limited number of times."""
         if task is None:
             raise UserError(
                 f"{pool.kind} worker {worker.number} cannot start: {failure.text}", code="worker_failed"
@@ -259,11 +238,7 @@ class Losses:
         pool.add(task)
 
     def count(self, what: str) -> None:
-        """Count a loss.
-
-        Raises:
-            UserError: it is one too many.
-        """
+        """Count a loss."""
         self.lost += 1
         _LOG.warning("lost %s", what)
         workers = self._config.rollout_workers + self._config.reward_workers

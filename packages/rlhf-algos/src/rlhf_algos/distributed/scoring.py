@@ -144,15 +144,7 @@ class RewardPool(Protocol):
 
 
 class PooledRewards(RewardFunctions):
-    """Reward functions that workers call.
-
-    Args:
-        pool: the workers; this waits until one of them has loaded the functions.
-        setup: how they do that.
-
-    Raises:
-        UserError: a function cannot be loaded, or has a state.
-    """
+    """Reward functions that workers call; waits until one of the workers has loaded them."""
 
     def __init__(self, pool: RewardPool, setup: RewardSetup) -> None:
         facts = pool.load_rewards(setup)

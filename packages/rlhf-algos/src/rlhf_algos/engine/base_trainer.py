@@ -29,7 +29,7 @@ from rlhf_algos.safeguards.capability import CapabilityGuard
 from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder
+from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder, write_checksums
 from rlhf_models import compile_model, is_deferred
 from rlhf_models.loading.saving import outlines
 
@@ -178,7 +178,7 @@ class BaseTrainer(TrainingMethod[Example]):
 
         Raises:
             UserError: the loss or the gradient became NaN or infinite.
-            TrainingStopped: SIGTERM or SIGINT came; a checkpoint was written.
+            TrainingStopped: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
         """
         metrics: dict[str, float] = {}
         with self._followed() as events:
@@ -277,6 +277,7 @@ class BaseTrainer(TrainingMethod[Example]):
             if writes:
                 with atomic_folder(folder) as temporary:
                     self.save_weights(temporary)
+                    write_checksums(temporary)
         self.parallel.wait()
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:

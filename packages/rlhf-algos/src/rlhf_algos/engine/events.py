@@ -24,10 +24,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """SIGTERM or SIGINT ended a training after a step, with a checkpoint written.
+    """SIGTERM, SIGINT or SIGHUP ended a training after a step, with a checkpoint written.
 
     Attributes:
-        exit_code: what the process should exit with: 143 after SIGTERM, 130 after SIGINT.
+        exit_code: what the process should exit with: 143 after SIGTERM, 130 after SIGINT, 129 after SIGHUP.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -38,8 +38,8 @@ class TrainingStopped(KeyboardInterrupt):
 class TrainingEvents:
     """What any training loop does around its steps; a context manager from `start` to the last step.
 
-    With a run folder SIGTERM and SIGINT are answered with a checkpoint and `TrainingStopped` after the step;
-    without one they end the process at once, as usual.
+    With a run folder SIGTERM, SIGINT and SIGHUP are answered with a checkpoint and `TrainingStopped` after
+    the step; without one they end the process at once, as usual.
 
     Args:
         selection: the settings by which evaluations are compared.

@@ -88,14 +88,8 @@ class LogpsModule(ShardUnit, nn.Module):
     ) -> TokenLogps:
         """`rlhf_models.token_logps` of the model.
 
-        Args:
-            batch: on the model's device.
-            temperature: see `token_logps`.
-            with_entropy: see `token_logps`.
-            with_stats: see `token_logps`.
-            with_router_loss: see `token_logps`; never of the reference.
-            reference: score with the reference, without gradients or dropout.
-            distributions: give `token_distributions` of the model, at temperature 1, and nothing else.
+        With `reference` the reference scores, without gradients or dropout, and never gives the routers'
+        loss; `distributions` gives `token_distributions` of the model, at temperature 1, and nothing else.
 
         Raises:
             ValueError: `reference` of a model without adapters, when no reference was given.
@@ -116,14 +110,9 @@ class LogpsModule(ShardUnit, nn.Module):
 
 
 class LanguageModelTrainer(BaseTrainer[Example]):
-    """A trainer of a causal LM: `self.forward(batch, ...)` gives `TokenLogps`.
+    """A trainer of a causal LM or a PeftModel around one: `self.forward(batch, ...)` gives `TokenLogps`.
 
-    Args:
-        model: a transformers causal LM, or a PeftModel around one.
-        config: the settings; `router_aux_loss_coef`, if it has one, weighs the routers' loss of a model
-            with experts.
-        *options: see `BaseTrainer`.
-        **more_options: see `BaseTrainer`.
+    `router_aux_loss_coef`, if the config has it, weighs the routers' loss of a model with experts.
     """
 
     config: PolicyConfig

@@ -70,12 +70,8 @@ def reduce_outputs(
 ) -> dict[str, float]:
     """Metrics over micro-batches and processes as floats, fetched from the device in one transfer.
 
-    Args:
-        outputs: each micro-batch's output, and whether it counts.
-        total: terms of the step, over all processes.
-        add: sums a tensor over the processes.
-        maximum: takes its elementwise maximum over the processes.
-        others: further scalars, the same on every process.
+    `outputs` has whether each one counts; `total` counts the step's terms over all processes; `others` are
+    the same on every process.
     """
     others = others or {}
     first = outputs[0][0]

@@ -75,12 +75,8 @@ def sampler_of(
 ) -> Sampler | None:
     """A sampler of the first prompts of some sequences.
 
-    Args:
-        scorer: has the language model as `lm`; None for a sharded one.
-        tokenizer: the model's tokenizer.
-        sequences: whose prompts are answered.
-        run: where samples go; None on processes that write none, which get no sampler.
-        every: steps between samples.
+    The scorer is None for a sharded model; `run` is None on processes that write no samples, which get no
+    sampler.
     """
     lm = getattr(scorer, "lm", None)
     if lm is None or tokenizer is None:

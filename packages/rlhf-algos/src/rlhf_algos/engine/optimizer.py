@@ -90,11 +90,7 @@ def create_optimizer(
 
 
 def check_optimizer(optim: str, device: torch.device) -> None:
-    """Refuse an optimizer that needs another package or another device.
-
-    Raises:
-        UserError: bitsandbytes is not installed, or the optimizer keeps pages on a GPU and there is none.
-    """
+    """Refuse an optimizer that needs another package or another device."""
     if optim == "adamw_torch":
         return
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -51,13 +51,6 @@ def share_of_step(
 
     Wrapped modules talk to each other in each pass; a process that has fewer micro-batches repeats one of its
     own that does not count.
-
-    Args:
-        own: this process's examples of the step, may be none.
-        filler: examples to repeat if there are none.
-        cut: cuts examples into packed batches.
-        num_loss_terms: how many terms the loss of a batch sums over.
-        parallel: the processes.
     """
     batches = [MicroBatch(batch, rows, True) for batch, rows in cut(own)]
     count = sum(num_loss_terms(batch, rows) for batch, rows, _ in batches)
@@ -84,14 +77,8 @@ def optimizer_step(
 ) -> tuple[dict[str, float], bool]:
     """Forward, backward, clip and step.
 
-    Args:
-        trained: what is stepped; `prepare` has been called.
-        share: what `share_of_step` returned.
-        loss: computes the loss of a micro-batch on the device.
-        step: counted from 1.
-        check: raises where the metrics, looked at before the step, are not finite.
-        observers: the debug switches that observe the step.
-        held: adds the gradient of its penalty.
+    Steps count from 1; `check` raises where the metrics, looked at before the step, are not finite; `held`
+    adds the gradient of its penalty.
 
     Returns:
         `loss`, the method's metrics, `grad_norm` and `learning_rate`; and whether the step was taken (fp16
@@ -122,11 +109,7 @@ def optimizer_step(
 
 
 def check_finite(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Refuse a loss or a gradient that is not finite, naming the rows of the step.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuse a loss or a gradient that is not finite, naming the rows of the step."""
     skipping = trainer.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
     names = ("loss",) if skipping else ("loss", "grad_norm")
     if all(math.isfinite(metrics.get(name, 0.0)) for name in names):

@@ -39,13 +39,8 @@ def with_reference_logps(
 ) -> list[Sequence[Any]]:
     """Sets of examples that bring along the reference's log-probs, from the cache or computed now.
 
-    Args:
-        trainer: whose batches and processes are taken.
-        scorer: the reference, a `LogpsModule`.
-        sets: the examples, named tuples.
-        sequences: what the reference scores of an example, as many sequences as there are fields.
-        fields: of an example, which get the log-probs.
-        adapters_off: whether the reference's adapters change nothing, as `adapter_off_is` says.
+    `sequences` gives what the reference scores of an example, as many as there are `fields`, which get the
+    log-probs.
     """
     lm: Any = scorer.lm
     tensors = trainer.parallel.whole_values(lm) if scorer is trainer.scorer else lm.state_dict().items()

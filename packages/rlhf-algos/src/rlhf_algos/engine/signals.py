@@ -1,24 +1,27 @@
-"""Stopping cleanly on SIGTERM (a scheduler's request) and SIGINT (Ctrl-C)."""
+"""Stopping cleanly on SIGTERM (a scheduler's request), SIGINT (Ctrl-C) and SIGHUP (a closed terminal)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if sys.platform != "win32":
+    _SIGNALS.append(signal.SIGHUP)
 
 
 class GracefulStop:
-    """Turns the first SIGTERM or SIGINT into a flag; a second one acts at once. A context manager.
+    """Turns the first SIGTERM, SIGINT or SIGHUP into a flag; a second one acts at once. A context manager.
 
     The loop asks for the flag after each step.  Handlers that were there before are put back at the end, and
     as soon as the first signal has come.  A signal that is ignored stays ignored (a background job of a shell
-    ignores Ctrl-C).  Python delivers signals to its main thread only: in another thread nothing is changed,
-    and the flag stays down.
+    ignores Ctrl-C, one under nohup SIGHUP).  Python delivers signals to its main thread only: in another
+    thread nothing is changed, and the flag stays down.
 
     Args:
         notice: written to standard error after the first signal's name; empty writes nothing.
@@ -39,11 +42,11 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int | None:
-        """What a shell calls the end by this signal: 143 for SIGTERM, 130 for SIGINT; None without one."""
+        """What a shell calls such an end: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP; or None."""
         return None if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:
-        """Take over both signals, where this is the main thread."""
+        """Take over the signals, where this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):  # None: set outside Python

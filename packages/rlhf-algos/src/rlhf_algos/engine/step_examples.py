@@ -101,10 +101,7 @@ def _left_out(examples: Any) -> dict[str, Any]:
 def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of training on other rows, or with steps of other sizes.
 
-    Args:
-        folder: the checkpoint.
-        state: what it holds; a key that an older one lacks is passed over.
-        now: what must be equal, by its key of `_SAME`.
+    A key that the state of an older checkpoint lacks is passed over.
     """
     if state.get("data", now.get("data")) != now.get("data"):
         raise UserError(

@@ -150,6 +150,17 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
             raise ValueError("load_in_8bit and load_in_4bit are for weights from a folder; give --model")
         return self
 
+    @model_validator(mode="after")
+    def _adapters_are_trained(self) -> Self:
+        if self.use_peft or getattr(self, "ensemble", None) == "adapters":
+            return self
+        for name, field in AdapterConfig.model_fields.items():
+            if getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{name} is set, but no adapter is trained; set use_peft=true, or leave {name} out"
+                )
+        return self
+
     @property
     def embedded(self) -> bool:
         """Whether the start model is the tiny one that is built now."""

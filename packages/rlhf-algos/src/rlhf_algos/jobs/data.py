@@ -115,15 +115,7 @@ def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any],
 def build_sets(
     method: Method, config: JobConfig, rows: Rows, tokenizer: Any, *, max_length: int | None
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Tokenise training and held-out rows.
-
-    Args:
-        method: whose examples are made.
-        config: the job's settings.
-        rows: what `load_rows` returned.
-        tokenizer: the model's.
-        max_length: tokens of a sequence at most.
-    """
+    """Tokenise training and held-out rows."""
     options = _set_options(method, config, max_length) | {
         "kind": method.records,
         "convert": conversion(config, rows, tokenizer),

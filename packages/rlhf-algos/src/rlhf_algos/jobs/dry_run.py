@@ -342,11 +342,7 @@ _SPREAD = {"fsdp": True, "deepspeed": None, "gradient_checkpointing": True}
 
 
 def _check_room(config: JobConfig, model: Any, tokens: StepTokens, precision: str, machine: Machine) -> None:
-    """Refuse a job that the machine's GPUs cannot hold, with the nearest settings that they can.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Refuse a job that the machine's GPUs cannot hold, with the nearest settings that they can."""
 
     def needs(changes: Mapping[str, Any], machine: Machine) -> float | None:
         if "fsdp" in changes and (machine.processes == 1 or (config.deepspeed and changes != _SPREAD)):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlhf_algos.configs.trainer import TrainerConfig
     from rlhf_algos.engine.base_trainer import BaseTrainer
     from rlhf_algos.jobs.config import JobConfig, ModelKind
+    from rlhf_data import SettingsSource
 
 _TINY_ONLINE: Mapping[str, Any] = {
     "learning_rate": 1e-3,
@@ -98,7 +99,7 @@ class Method:
 
         return job_config(self.config, self.model)
 
-    def resolve(self, values: Mapping[str, Any], *, where: str = "config") -> JobConfig:
+    def resolve(self, values: Mapping[str, Any], *, where: str | SettingsSource = "config") -> JobConfig:
         """The settings of a job.
 
         Args:

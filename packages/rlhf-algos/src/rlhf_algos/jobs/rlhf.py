@@ -169,11 +169,7 @@ class RLHFTrainer:
         return all(Path(path).is_dir() for path in needed if path in mine)
 
     def _check_later_stages(self) -> None:
-        """Look at the rows and rewards of all stages but the first to run: no mistake is to wait for hours.
-
-        Raises:
-            UserError: settings, rewards or rows of a stage cannot be used.
-        """
+        """Look at the rows and rewards of all stages but the first to run: no mistake waits for hours."""
         planned = self.plannable().items()
         unfinished = [each for each in planned if RunFolder(self.run.path / each[0]).read_results() is None]
         for stage, config in unfinished[1:]:

@@ -16,6 +16,7 @@ from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import (
     CompletionRecord,
     SFTDataset,
+    as_completion,
     atomic_folder,
     cache_folder,
     ensure_writable_folder,
@@ -61,13 +62,9 @@ def tiny_start(
 ) -> tuple[Any, Any]:
     """The tiny language model for these records, and its tokenizer.
 
-    Args:
-        records: the job's training records.
-        fine_tuned: whether it has learned, some seconds long, to write their good completions and then also
-            the bad ones, so that there is something to improve; otherwise its weights are random.
-        seed: of weights and orders.
-        separator: what follows the steps of a solution.
-        max_length: tokens that a sequence of the job may have.
+    A `fine_tuned` one has learned, some seconds long, to write their good completions and then also the bad
+    ones, so that there is something to improve; otherwise its weights are random. `separator` follows the
+    steps of a solution.
     """
     records = records[:_ROWS]
     positions = tiny_positions(max_length)
@@ -120,11 +117,8 @@ def demo_folder(records: Sequence[Any], *, seed: int, separator: str, positions:
 def demonstrations(records: Sequence[Any], *, good_only: bool, separator: str = "\n") -> list[Any]:
     """What the records show of writing, as records of supervised fine-tuning.
 
-    Args:
-        records: of any kind.
-        good_only: leave out what is rejected, labelled as bad, or has a wrong step; all of it counts where
-            nothing is good.
-        separator: what follows the steps of a solution.
+    `good_only` leaves out what is rejected, labelled as bad, or has a wrong step; all of it counts where
+    nothing is good. `separator` follows the steps of a solution.
     """
     every = [pair for record in records for pair in _shown(record, separator)]
     good = [record for is_good, record in every if is_good]
@@ -172,8 +166,7 @@ def _shown(record: Any, separator: str) -> list[tuple[bool, Any]]:
 
 def _solution(record: Any, steps: Any, separator: str) -> Any:
     """The steps as what follows the prompt: a text, or after messages the assistant's message."""
-    text = "".join(f"{step}{separator}" for step in steps)
-    return text if isinstance(record.prompt, str) else [{"role": "assistant", "content": text}]
+    return as_completion(record.prompt, "".join(f"{step}{separator}" for step in steps))
 
 
 def _built(

@@ -7,12 +7,11 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
-from rlhf_algos.engine.stage_samples import sample_stage
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, tell_left_out, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
@@ -24,22 +23,16 @@ from rlhf_algos.process_group import broadcast, world_size
 from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import RunFolder, TokenSequence, UserError, atomic_write_json, finite
+from rlhf_data import RunFolder, TokenSequence, UserError, atomic_write_json, atomic_write_text, finite
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
+_FILE, _PAGE = "samples.jsonl", "samples.html"
 
 
 @dataclass
 class Job:
-    """What one run of one method is given, by this engine or TRL.
-
-    Args:
-        name: the method, a key of `METHODS`.
-        config: the settings, of the method's `job_config`.
-        run: the run's folder.
-        on_report: called after every step.
-    """
+    """What one run of one method is given, by this engine or TRL."""
 
     name: str
     config: JobConfig
@@ -273,11 +266,7 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
 
 
 def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | None) -> None:
-    """Give a trainer, at its start, the penalty that its settings ask for.
-
-    Raises:
-        UserError: its model is sharded, or the rows cannot be used.
-    """
+    """Give a trainer, at its start, the penalty that its settings ask for."""
     strength = getattr(config, "ewc_strength", 0.0)  # of methods that train a policy offline
     if not strength:
         return
@@ -298,3 +287,27 @@ def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | N
         _LOG.info("measuring which weights %d rows of %s need", len(sequences), config.ewc_data)
         held.estimate(sequences, fisher=config.ewc_fisher, seed=config.seed)
     trainer.consolidation = held
+
+
+def sample_stage(trainer: LanguageModelTrainer[Any], stage: Literal["start", "end"]) -> None:
+    """Keep what the model answers to a few prompts; with the answers of the end write `samples.html` of both.
+
+    Every process must call it.
+
+    The samples of the start are written once, whatever is resumed.
+    """
+    run, main = trainer.run, trainer.parallel.is_main
+    assert run is not None
+    known = run.read_lines(_FILE) if main else []
+    before = trainer.step == 0 and not any(row.get("stage") == "start" for row in known)
+    if stage == "start" and not broadcast(before):
+        return
+    rows = [{"stage": stage, **row} for row in trainer.stage_rows()]
+    if not main or not rows:
+        return
+    rows = [row for row in known if row.get("stage") != stage] + rows
+    run.write_samples(rows)
+    if stage == "end":
+        from rlhf_eval import samples_page
+
+        atomic_write_text(run.path / _PAGE, samples_page(rows, title=run.path.resolve().name))

@@ -12,6 +12,7 @@ from rlhf_algos._flat import check_flat
 from rlhf_algos.losses.policy import policy_ratio
 
 KLEstimator = Literal["k1", "k2", "k3"]
+"""The names of `KL_ESTIMATORS`."""
 
 
 def kl_k1(logps: Tensor, ref_logps: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor
 from rlhf_algos._flat import check_flat, dense_index
 
 LossType = Literal["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo"]
+"""The losses of GRPO: each is a surrogate of `SURROGATES` with a normaliser of `NORMALISERS`."""
 LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+"""Every `LossType`."""
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,6 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     The likelihood term is the mean over all its tokens of the optimizer step, however it is cut.  Metrics:
     those of `DPOTrainer`, log-probs as means per token; and `nll_loss`, the mean negative log-likelihood of
     the term's tokens, in nats, whether or not it has a weight.
-
-    Args:
-        model: a transformers causal LM, or a PeftModel around one.
-        config: the settings, with `disable_dropout`.
-        examples: the pairs.
-        **options: see `BaseTrainer`.
     """
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")

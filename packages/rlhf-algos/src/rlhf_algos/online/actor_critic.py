@@ -57,12 +57,8 @@ class ActorCritic(nn.Module):
     ) -> ActorCriticScores:
         """Log-probs and values; the policy's trunk runs once for both where they share it.
 
-        Args:
-            batch: on the model's device.
-            policy: whether log-probs are wanted.
-            values: whether values are wanted.
-            reference: log-probs of the reference, without gradients, and nothing else.
-            **options: see `rlhf_models.token_logps`.
+        `policy` and `values` say what is wanted; with `reference` it gives the reference's log-probs, without
+        gradients, and nothing else. Options as of `rlhf_models.token_logps`.
         """
         if reference or options.get("distributions"):
             return ActorCriticScores(policy=self.policy(batch, reference=reference, **options))

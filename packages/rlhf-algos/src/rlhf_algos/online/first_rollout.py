@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_algos.online.rollouts import completions_of
-from rlhf_data import PromptExample
+from rlhf_data import PromptExample, as_completion
 from rlhf_infer import RewardScores
 from rlhf_models import context_length
 
@@ -84,7 +84,7 @@ def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> Ref
     if len(groups) < 2:
         return None
     own = [prompts[at] for at in groups]
-    texts = [_as_completion(prompts[at], str(found[at][1])) for at in groups]
+    texts = [as_completion(prompts[at].prompt, str(found[at][1])) for at in groups]
     ids = [known[at] for at in groups]
     turned = [texts[-1], *texts[:-1]], [ids[-1], *ids[:-1]]
     return ReferenceRewards(
@@ -102,7 +102,3 @@ def _fitting(
     alone = [at for at, answer in ids.items() if len(prompts[at].prompt_ids) + len(answer) <= limit]
     longest = max((len(ids[at]) for at in alone), default=0)
     return [at for at in alone if len(prompts[at].prompt_ids) + longest <= limit]
-
-
-def _as_completion(prompt: PromptExample, text: str) -> Any:
-    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]

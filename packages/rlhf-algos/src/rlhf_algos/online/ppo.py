@@ -190,10 +190,7 @@ class PPOTrainer(OnlineTrainer):
 def start_value_model(model: Any, tokenizer: Any, config: PPOConfig) -> ValueModel | ValueHead:
     """A value model for a policy: a head on its trunk, or its trunk copied under a head.
 
-    Args:
-        model: the policy, a transformers causal LM or a PeftModel around one, whose adapters are left out.
-        tokenizer: the policy's tokenizer.
-        config: `value_model`, `value_model_path` and `seed`.
+    Adapters of the policy are left out.
     """
     sharded = is_deferred(model)
     if config.value_model == "shared":

@@ -25,11 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class PPORewards:
-    """Cuts, scales and penalises the scores of completions, remembering their spread.
-
-    Args:
-        config: `cliprange_reward`, `normalize_rewards`, `missing_eos_penalty`, `overlong_buffer`.
-    """
+    """Cuts, scales and penalises the scores of completions, remembering their spread."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -72,13 +68,8 @@ def compute_token_advantages(
 ) -> dict[str, float]:
     """Give this process's completions `advantages` and `returns`; metrics of the whole step.
 
-    Args:
-        completions: this process's, with `old_logps`, `old_values` and, where a KL counts, `ref_logps`.
-        table: rewards and facts of the step.
-        config: the settings.
-        scores: (B,) scores of the step's completions, from `PPORewards`.
-        controller: holds the KL coefficient, and is updated.
-        parallel: the processes.
+    Completions have `old_logps`, `old_values` and, where a KL counts, `ref_logps`; `scores` (B,) are of the
+    whole step, from `PPORewards`; the controller is updated.
     """
     for each in completions:
         each.weight = float(not (config.mask_truncated_completions and each.truncated))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data import PromptExample, TokenSequence
+from rlhf_data import PromptExample, TokenSequence, as_completion
 from rlhf_infer import Rollout, Samples
 
 _LENGTH, _TRUNCATED, _EOS = 0, 1, 2
@@ -60,8 +60,7 @@ class Completion:
 
 def completion_text(tokenizer: Any, prompt: PromptExample, rollout: Rollout) -> Any:
     """A completion as reward functions get it: a text, or after messages the assistant's message."""
-    text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
-    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+    return as_completion(prompt.prompt, tokenizer.decode(rollout.completion_ids, skip_special_tokens=True))
 
 
 def completions_of(

@@ -55,10 +55,7 @@ def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
 def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSequence]:
     """Prompts and completions (scored) of the first `count` held-out prompts, at temperature 1.
 
-    Args:
-        trainer: an `OnlineTrainer` whose model is not wrapped yet.
-        count: of prompts.
-        seed: seed of the sampling.
+    The model of the trainer, an `OnlineTrainer`, is not wrapped yet.
     """
     prompts = [each.prompt_ids for each in islice(trainer.eval_examples, count)]
     config = trainer.config

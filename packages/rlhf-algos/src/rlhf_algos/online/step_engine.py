@@ -66,11 +66,7 @@ class StepEngine(GenerationEngine, Protocol):
 def engine_for(
     config: OnlineConfig, model: Any, tokenizer: Any, engine: GenerationEngine | None
 ) -> GenerationEngine:
-    """The engine of a trainer: the one that it is given, or one that samples from its model itself.
-
-    Raises:
-        UserError: speculation is on, and the engine is another one.
-    """
+    """The engine of a trainer: the one that it is given, or one that samples from its model itself."""
     if not config.speculation:
         return engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
     if engine is not None:
@@ -157,11 +153,7 @@ def step_scores(
 ) -> RewardScores:
     """Rewards of this process's completions of a step, in the batches that are scored together.
 
-    Args:
-        trainer: the trainer.
-        completions: `n` of each of its prompts.
-        n: completions of a prompt.
-        measured: what reward functions gave for these batches, where that is known.
+    `measured` is what reward functions gave for these batches, where that is known.
     """
     samples = samples_of(completions, trainer.step)
     if measured is None:

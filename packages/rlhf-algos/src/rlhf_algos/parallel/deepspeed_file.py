@@ -71,11 +71,7 @@ def shards_weights(config: HardwareConfig) -> bool:
 
 
 def zero_stage(path: str) -> int:
-    """The stage that a DeepSpeed file names.
-
-    Raises:
-        UserError: the file cannot be read, or names none.
-    """
+    """The stage that a DeepSpeed file names."""
     section = deepspeed_settings(path)["zero_optimization"]
     try:
         return int(section["stage"])

@@ -111,10 +111,7 @@ def _ends(model: PreTrainedModel, uses: Mapping[int, int]) -> list[nn.Module]:
 def partition(module: nn.Module, device: torch.device, settings: dict[str, Any]) -> None:
     """Put the values of deferred parameters in place and partition them as ZeRO-3 does, one at a time.
 
-    Args:
-        module: what DeepSpeed is to train.
-        device: of this process.
-        settings: DeepSpeed's, with a `zero_optimization` section of stage 3.
+    `settings` are DeepSpeed's, with a `zero_optimization` section of stage 3.
     """
     import deepspeed
 
@@ -140,8 +137,7 @@ def step_in_place(optimizer: Any) -> None:
     DeepSpeed means to do so, but compares a `torch.device` with its name, which are never equal
     (deepspeed/runtime/zero/stage3.py, `_create_fp32_partitions`, 0.19).
 
-    Args:
-        optimizer: DeepSpeed's of stage 3, before its first step.
+    To be called before the optimizer's first step.
     """
     pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     for weights, stepped in pairs:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos.pipeline.kinds import KINDS, NOT_YET
 from rlhf_algos.pipeline.references import references_in
-from rlhf_data import BaseConfig, UserError
+from rlhf_data import BaseConfig, SettingsSource, UserError
 from rlhf_eval.gates import Gate
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -95,19 +95,22 @@ class PipelineConfig(BaseConfig):
         return self
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "config") -> PipelineConfig:
+    def from_dict(cls, values: dict[str, Any], where: str | SettingsSource = "config") -> PipelineConfig:
         """See `BaseConfig.from_dict`; mistakes in stages have codes of their own."""
+        source = SettingsSource(where) if isinstance(where, str) else where
         for name, stage in _every_stage(values.get("stages")):
             kind = stage.get("kind", name)
+            given = ", ".join(words for key, words in source.given if name in key.split("."))
+            place = f"{source.name} with {given}" if given else source.name
             if kind in NOT_YET:
                 raise UserError(
-                    f"{where}: stages.{name}: there is no command yet for the kind {kind}; leave it out",
+                    f"{place}: stages.{name}: stages of kind {kind} are not implemented; leave it out",
                     code="kind_not_built",
                     kind=kind,
                 )
             if kind not in KINDS:
                 raise UserError(
-                    f"{where}: stages.{name} is of unknown kind {kind}; expected one of {', '.join(KINDS)}",
+                    f"{place}: stages.{name} is of unknown kind {kind}; expected one of {', '.join(KINDS)}",
                     code="unknown_kind",
                     kind=kind,
                 )

@@ -26,14 +26,7 @@ def metrics_of(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def scores_of(report: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Scores of an evaluation, by metric and row, and which of the metrics are capability suites.
-
-    Args:
-        report: the report of a stage of kind evaluate or capability.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Scores of an evaluation, by metric and row, and which of the metrics are capability suites."""
     run = RunFolder(report)
     if (report / _SUITES).is_file():
         found: dict[str, dict[str, float]] = {}
@@ -82,11 +75,7 @@ _WATCHED = {
 
 
 def text_measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Length, diversity, truncation and score of completions.
-
-    Args:
-        rows: with `completion`, and all `candidates` where they were kept.
-    """
+    """Length, diversity, truncation and score of completions."""
     from rlhf_eval.evaluation.texts import distinct_share
 
     texts = [text for row in rows for text in _texts(row)]

@@ -75,11 +75,7 @@ def named_files(value: Any) -> list[str]:
 
 
 class Digests:
-    """SHA-256 of files and folders, kept by size and time of change, so that models are not read twice.
-
-    Args:
-        path: where they are kept between runs.
-    """
+    """SHA-256 of files and folders, kept by size and time of change, so that models are not read twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

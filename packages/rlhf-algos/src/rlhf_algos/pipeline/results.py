@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.kinds import KINDS
-from rlhf_algos.pipeline.references import Digests, file_digest, files_below
+from rlhf_algos.pipeline.references import Digests, files_below
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite, json_hash
 
 MANIFEST, HISTORY, STAGE = "pipeline.json", "history.jsonl", "stage.json"
@@ -64,13 +65,7 @@ class Current:
 
 @dataclass
 class ResultStore:
-    """The folder of a pipeline.
-
-    Attributes:
-        root: The folder.
-        entries: Of the manifest, by stage.
-        current: What has each role.
-    """
+    """The folder of a pipeline."""
 
     root: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -83,12 +78,7 @@ class ResultStore:
     def address(self, kind: str, settings: Any, launch: Any, files: Sequence[str], needs: Any) -> str:
         """The address of a result: a hash of all that it depends on.
 
-        Args:
-            kind: the stage's kind.
-            settings: its settings, with addresses in place of references.
-            launch: how it is launched.
-            files: files and folders that the settings name, whose contents count.
-            needs: addresses of further results that it depends on.
+        Of `files` the contents count; `settings` have addresses in place of references.
         """
         contents = {name: self.digests.of(name) for name in files}
         made_of = [_FORMAT, kind, settings, launch, contents, needs, self.versions]
@@ -99,36 +89,52 @@ class ResultStore:
         return self.root / "results" / f"{kind}-{address[:16]}"
 
     def read(self, kind: str, address: str) -> dict[str, Any] | None:
-        """What a finished result's `stage.json` says; None if it is unfinished, or a file of it is gone."""
+        """What a finished result's `stage.json` says; None if it is unfinished or a file changed."""
         folder = self.folder(kind, address)
         try:
             found = json.loads((folder / STAGE).read_text(encoding="utf-8"))
+            whole = found["address"] == address and all(
+                (folder / name).is_file() and self.digests.of(str(folder / name)) == entry["sha256"]
+                for name, entry in found["outputs"].items()
+            )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{folder / STAGE} is damaged ({error}); delete that folder to run the stage again",
+                f"{folder / STAGE} is damaged ({type(error).__name__}: {error}); delete that folder to run "
+                "the stage again",
                 code="damaged_file",
             ) from error
-        whole = found["address"] == address and all(
-            (folder / name).is_file() and (folder / name).stat().st_size == entry["size"]
-            for name, entry in found["outputs"].items()
-        )
         return found if whole else None
 
-    def finish(self, kind: str, address: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Mark a result as finished, with the hashes of its files; what `read` returns from now on.
+    def set_aside(self, folder: Path, address: str) -> Path | None:
+        """Rename a folder whose stage would take what lies there for its own work.
 
-        Raises:
-            UserError: it left nothing.
+        None where nothing lies there, or where the history says that the stage began and has not finished: it
+        goes on in the folder.
         """
+        began = not (folder / STAGE).exists() and self._last_event(address) in ("started", "failed")
+        if began or not folder.exists():
+            return None
+        names = (f"{folder.name}.changed{number or ''}" for number in itertools.count())
+        aside = next(path for path in map(folder.with_name, names) if not path.exists())
+        os.rename(folder, aside)
+        return aside
+
+    def _last_event(self, address: str) -> str | None:
+        """What happened last, as the history has it, with the result of an address."""
+        rows = RunFolder(self.root).read_lines(HISTORY)
+        return next((row["event"] for row in reversed(rows) if row.get("address") == address), None)
+
+    def finish(self, kind: str, address: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Mark a result as finished, with the hashes of its files; what `read` returns from now on."""
         folder = self.folder(kind, address)
         outputs: dict[str, Any] = {}
         for name in KINDS[kind].content:
             path = folder / name
             for file in files_below(path) if path.is_dir() else [path] if path.exists() else []:
                 if file.name not in _NOT_CONTENT and file.suffix not in _NOT_CONTENT_TYPES:
-                    entry = {"sha256": file_digest(file), "size": file.stat().st_size}
+                    entry = {"sha256": self.digests.of(str(file)), "size": file.stat().st_size}
                     outputs[file.relative_to(folder).as_posix()] = entry
         if not outputs:
             expected = ", ".join(KINDS[kind].content)
@@ -173,11 +179,7 @@ class ResultStore:
             _point(self.root / "current" / role, self.path(each.artefact))
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest; None if there is none yet.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The manifest; None if there is none yet."""
         path = self.root / MANIFEST
         try:
             return json.loads(path.read_text(encoding="utf-8"))
@@ -217,6 +219,13 @@ def _point(link: Path, target: str) -> None:
     where = os.path.relpath(target, link.parent) if os.path.exists(target) else target
     if link.is_symlink() and os.readlink(link) == where:
         return
+    if link.is_dir() and not link.is_symlink():
+        raise UserError(
+            f"{link} is a folder, expected a link to a result, which a copy that follows links loses; delete "
+            "it and run the pipeline again",
+            code="not_a_link",
+            path=str(link),
+        )
     temp = link.with_name(f".{link.name}.tmp-{os.getpid()}")
     temp.unlink(missing_ok=True)
     os.symlink(where, temp)

@@ -220,11 +220,13 @@ class Pipeline:
         """Run a stage's process, as often as it may be tried again; its result."""
         stage, store = planned.stage, self.store
         folder = store.folder(stage.kind, planned.address)
+        if (aside := store.set_aside(folder, planned.address)) is not None:
+            self.on_event("changed", stage.name, f"runs again; kept as {aside}")
+        store.log("started", stage.name, address=planned.address)  # first, or the folder would be set aside
         folder.mkdir(parents=True, exist_ok=True)
         RunFolder.open(folder)
         atomic_write_json(folder / SETTINGS, planned.settings)
         began = time.monotonic()
-        store.log("started", stage.name, address=planned.address)
         self.on_event("started", stage.name, str(folder))
         done = KINDS[stage.kind].done
         for attempt in range(stage.retries + 1):
@@ -304,11 +306,7 @@ class Pipeline:
         return Artefact(self.store.relative(path), planned.address)
 
     def _artefact(self, reference: Reference) -> Artefact:
-        """What a reference leads to.
-
-        Raises:
-            UserError: the stage has no result yet.
-        """
+        """What a reference leads to."""
         if reference.stage == "current":
             role = reference.output or ""
             if role in self._undecided or role not in self.store.current:

@@ -53,16 +53,8 @@ def time_training(method: str, config: Any, plan: Mapping[str, Any]) -> float | 
     and checkpoints do not.  Online methods are timed with what the model writes now, which for one that is
     not trained yet is as long as it may be.
 
-    Args:
-        method: a key of `rlhf_algos.METHODS`.
-        config: the job's settings.
-        plan: what `plan_training` says of them.
-
     Returns:
         None where its steps are too much work to be tried.
-
-    Raises:
-        UserError: see `TrainingJob.prepare`.
     """
     from rlhf_algos.engine.step_examples import order_of, steps_of
     from rlhf_algos.jobs.training_job import TrainingJob

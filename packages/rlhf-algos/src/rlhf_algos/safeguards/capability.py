@@ -42,17 +42,10 @@ class CapabilityGuard:
     controllers, data position.  From there training goes another way: another data order and other samples,
     at half the learning rate.  After `max_rollbacks` rollbacks the next regression ends the training.
 
-    Args:
-        trainer: of a language model.
-        config: its settings.
-
     Attributes:
         rollbacks: how many have been done.
         lost: whether the last measurement found a loss.
         saves: whether the model was measured at this step and had lost nothing.
-
-    Raises:
-        UserError: run folder or tokenizer are missing, the model is sharded, or a suite cannot be read.
     """
 
     def __init__(self, trainer: Any, config: PolicyConfig) -> None:

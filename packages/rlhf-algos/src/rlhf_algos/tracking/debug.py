@@ -239,12 +239,7 @@ def nonfinite_message(
 ) -> str:
     """The sentence for a loss or gradient that is NaN or infinite.
 
-    Args:
-        metrics: the step's metrics; `loss` and `grad_norm` are named if present.
-        step: the step that failed, counted from 1.
-        rows: which training examples it took, counted from 0.
-        checkpoint: the last whole checkpoint, if there is one.
-        learning_rate: the step's learning rate.
+    Steps count from 1, rows from 0.
     """
     names = {"loss": "loss", "grad_norm": "gradient norm"}
     values = ", ".join(f"{text} {metrics[name]}" for name, text in names.items() if name in metrics)

@@ -48,6 +48,7 @@ def is_evaluation(name: str) -> bool:
 
 
 OnReport = Callable[[StepReport], None]
+"""What a caller does with every report of a step."""
 
 
 class Pace:

@@ -86,13 +86,15 @@ class TokenizedDataset(OfKind, Sequence[Example], Generic[Example]):
         self.dropped = 0
         self.drop_messages: list[str] = []
         self.skipped: list[str] = []
-        self.source = InMemory(records, on_progress)
-        for item in self.build_all(self.source.records(), on_bad_row):
-            self.source.keep(item)
+        reported = _reported(records, on_progress or (lambda done, total: None))
+        self._items = [
+            _over_ids(item, lambda ids: array("i", ids), bytes)  # four bytes a token
+            for item in self.build_all(reported, on_bad_row)
+        ]
         self.builder.check_count(len(self))
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._items)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -113,7 +115,7 @@ class TokenizedDataset(OfKind, Sequence[Example], Generic[Example]):
 
     def item(self, index: int) -> Any:
         """Return what the builder made of a record, by its index from 0."""
-        return self.source.item(index)
+        return _over_ids(self._items[index], list, lambda mask: [bool(entry) for entry in mask])
 
     def build(self, record: Record) -> Any:
         """Return what the builder makes of a record, converted first where the set converts."""
@@ -156,33 +158,13 @@ class TokenizedDataset(OfKind, Sequence[Example], Generic[Example]):
                 yield UserError(f"{where}: {error}", code=error.code, **error.fields)
 
 
-class InMemory:
-    """Records whose items are kept in memory, token ids and masks as arrays."""
-
-    def __init__(self, records: Sequence[Any], on_progress: OnProgress | None = None) -> None:
-        self._records, self._on_progress = records, on_progress
-        self._items: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def records(self) -> Iterator[Record]:
-        """Every record, once; the progress is reported."""
-        records, report = self._records, self._on_progress or (lambda done, total: None)
-        self._records = ()
-        for done, record in enumerate(records):
-            if done % PROGRESS_ROWS == 0:
-                report(done, len(records))
-            yield record
-        report(len(records), len(records))
-
-    def keep(self, item: Any) -> None:
-        """Keep an item, four bytes a token."""
-        self._items.append(_over_ids(item, lambda ids: array("i", ids), bytes))
-
-    def item(self, index: int) -> Any:
-        """Return an item with lists again."""
-        return _over_ids(self._items[index], list, lambda mask: [bool(entry) for entry in mask])
+def _reported(records: Sequence[Any], report: OnProgress) -> Iterator[Record]:
+    """Every record; the progress is reported."""
+    for done, record in enumerate(records):
+        if done % PROGRESS_ROWS == 0:
+            report(done, len(records))
+        yield record
+    report(len(records), len(records))
 
 
 def _over_ids(item: Any, ids: Callable[[Any], Any], mask: Callable[[Any], Any]) -> Any:
@@ -218,10 +200,6 @@ class MismatchedPairs:
     def set_kl_batch_size(self, size: int | None) -> None:
         """See `KTOBuilder.set_kl_batch_size`."""
         self.builder.set_kl_batch_size(size)
-
-    def check_partners(self: Any) -> None:
-        """Refuse a single row if completions are to be exchanged."""
-        self.builder.check_count(len(self))
 
 
 class KTODataset(MismatchedPairs, TokenizedDataset[KTOExample], kind="kto"):

@@ -12,8 +12,6 @@ from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.scan import REASONS, Scan
 from rlhf_data.preprocessing.splits import Split, connected, quantile_bins, split_groups
 
-_MAX = np.iinfo(np.uint64).max
-
 
 @dataclass(frozen=True)
 class Plan:

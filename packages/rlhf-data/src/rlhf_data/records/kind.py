@@ -154,6 +154,11 @@ def as_messages(record: Record) -> Record:
     return record.as_messages()
 
 
+def as_completion(prompt: Text, text: str) -> Text:
+    """A completion in the form of its prompt: a text after a text, after messages the assistant's message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def turns(text: str) -> list[Message] | None:
     """The messages of a transcript; None if the text does not start with a turn."""
     _, *parts = _TURN.split(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import itertools
@@ -11,7 +12,9 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ _PROCESS_TOKEN = os.urandom(4).hex()
 _counter = itertools.count()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Disk full, quota used up, file larger than the file system or the process's limit allows."""
+_HERE, _SWAP = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
 _FULL_TEXT = re.compile(
     rf"os error ({'|'.join(map(str, _FULL))})\b|PytorchStreamWriter failed writing", re.IGNORECASE
 )
@@ -40,8 +45,11 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 
     Raises:
         DiskFullError: nothing can be added to the disk; `path` is as it was.
+        UserError: `path` is a device, a pipe or a socket, whose place a file would take.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is not a file; name another place", code="not_a_file")
     with explain_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = _temp_beside(path)
@@ -73,8 +81,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder next to `path` that becomes `path` when the block succeeds; parents are made.
 
     Every file is flushed to disk before the rename. When the block raises, the temporary folder is
-    removed and `path` is left as it was. An existing `path` is replaced by two renames: a crash between
-    them leaves no `path`, never a half-written one.
+    removed and `path` is left as it was. An existing `path` changes places with the new one at once; where
+    the system cannot do that (it is Linux that can), a crash between two renames may leave no `path`, never a
+    half-written one.
 
     Raises:
         DiskFullError: nothing can be added to the disk, also where the block's own writing finds it so.
@@ -131,14 +140,17 @@ def finite(value: Any) -> Any:
     return value
 
 
-def remove_stale_temps(folder: str | Path) -> list[Path]:
+def remove_stale_temps(folder: str | Path, *, untouched_s: float = 0.0) -> list[Path]:
     """Remove, and return, what interrupted atomic writes of ended processes left directly inside `folder`.
 
-    Not covered: files of a process whose number belongs to a running one, and a folder that two machines
-    write to.
+    A process on another machine that shares the folder looks as if it had ended: set `untouched_s` to keep
+    files and folders that changed in the last `untouched_s` seconds.
+
+    Not covered: files of a process whose number belongs to a running one.
     """
     folder = Path(folder)
-    stale = [path for path in sorted(folder.glob(f".*{_TEMP_MARK}*")) if _writer_ended(path)]
+    found = [path for path in sorted(folder.glob(f".*{_TEMP_MARK}*")) if _writer_ended(path)]
+    stale = [path for path in found if _last_change(path) <= time.time() - untouched_s]
     for path in stale:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -201,10 +213,29 @@ def _writer_ended(temp: Path) -> bool:
     return False
 
 
+def _last_change(path: Path) -> float:
+    """Time of the last change, of a folder also of what is below it; infinite where it is gone."""
+    try:
+        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return math.inf
+
+
 def _replace_folder(temp: Path, path: Path) -> None:
+    if path.exists() and _exchange(temp, path):
+        shutil.rmtree(temp, ignore_errors=True)
+        return
     if path.exists():
         remove_folder(path)
     os.rename(temp, path)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change places at once; False where the system or its file system cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _SWAP) == 0
 
 
 def _fsync_tree(folder: Path) -> None:

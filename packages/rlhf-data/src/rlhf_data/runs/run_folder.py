@@ -118,15 +118,11 @@ class RunFolder:
         """
         return [current_names(row) for row in self.read_lines(_METRICS)]
 
-    def truncate_metrics(self, step: int) -> None:
-        """Drop the lines of `metrics.jsonl` whose `step` is above `step`, and a torn last line.
-
-        The others keep every byte.
-        """
-        _truncate_lines(self.path / _METRICS, step)
-
     def truncate_logs(self, step: int) -> None:
-        """Do what `truncate_metrics` does to every `.jsonl` file of the folder; lines without a step stay."""
+        """Drop the lines whose `step` is above `step`, and torn last lines, from every `.jsonl` file here.
+
+        The others, and lines without a step, keep every byte.
+        """
         for path in sorted(self.path.glob("*.jsonl")):
             _truncate_lines(path, step)
 

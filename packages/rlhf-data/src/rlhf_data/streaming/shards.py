@@ -74,19 +74,11 @@ class Shard(ABC):
 
     @abstractmethod
     def index(self, on_progress: OnProgress) -> BlockIndex:
-        """Find the blocks; called once, the result is kept.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Find the blocks; called once, the result is kept."""
 
     @abstractmethod
     def block(self, number: int, index: BlockIndex) -> Block:
-        """Read a block.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Read a block."""
 
     def stamp(self) -> tuple[int, int]:
         """Size and time of the last change, by which a changed file is noticed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_data import UserError, json_hash, read_rows, row_place
-from rlhf_eval.capability.checks import CHECKS
+from rlhf_eval.evaluation import is_refusal
 
 How = Literal["choice", "written", "likelihood"]
 
@@ -100,3 +101,43 @@ _FORMS: dict[tuple[str, ...], Callable[[Mapping[str, Any], str], Item]] = {
     ),
     ("text",): lambda row, where: Item("", "likelihood", (str(row["text"]),)),
 }
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _sentences(text: str) -> list[str]:
+    return [part for part in re.split(r"(?<=[.!?])\s+", text.strip()) if part]
+
+
+def _is_json(text: str, keys: Any) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and set(keys or ()) <= set(found)
+
+
+CHECKS: dict[str, Callable[[str, Any], bool]] = {
+    "equals": lambda text, wanted: text.strip() == str(wanted).strip(),
+    "number": lambda text, wanted: re.findall(r"-?\d+", text)[:1] == [str(wanted)],
+    "contains": lambda text, word: re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None,
+    "avoids": lambda text, word: (
+        bool(text.strip()) and re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is None
+    ),
+    "starts_with": lambda text, start: text.strip().startswith(start),
+    "ends_with": lambda text, end: text.strip().endswith(end),
+    "lower_case": lambda text, wanted: any(map(str.isalpha, text)) and text == text.lower(),
+    "upper_case": lambda text, wanted: any(map(str.isalpha, text)) and text == text.upper(),
+    "no_commas": lambda text, wanted: bool(text.strip()) and "," not in text,
+    "least_words": lambda text, count: len(_words(text)) >= count,
+    "most_words": lambda text, count: 0 < len(_words(text)) <= count,
+    "sentences": lambda text, count: len(_sentences(text)) == count,
+    "bullets": lambda text, count: len(re.findall(r"^\s*[-*] \S", text, re.M)) == count,
+    "quoted": lambda text, wanted: len(text.strip()) > 2 and text.strip()[0] == text.strip()[-1] == '"',
+    "json": _is_json,
+    "refuses": lambda text, wanted: is_refusal(text) is bool(wanted),
+}
+"""Whether a text fulfils a condition with an argument, by name, as in IFEval (Zhou et al. 2023,
+https://arxiv.org/abs/2311.07911); for refusals see `is_refusal`."""

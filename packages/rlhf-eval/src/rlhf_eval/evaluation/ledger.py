@@ -15,9 +15,6 @@ class Ledger:
     """A file of rows, each with a key, that only grows.
 
     The file is made with the first row; without a path the rows are kept in memory.
-
-    Attributes:
-        rows: by key.
     """
 
     def __init__(self, path: Path | None = None) -> None:

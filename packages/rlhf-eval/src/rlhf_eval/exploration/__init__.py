@@ -22,5 +22,4 @@ from rlhf_eval.exploration.subsets import subset_sentences as subset_sentences
 from rlhf_eval.exploration.words import PairWords as PairWords
 from rlhf_eval.exploration.words import WordCounter as WordCounter
 from rlhf_eval.exploration.words import WordTable as WordTable
-from rlhf_eval.exploration.words import word_table as word_table
 from rlhf_eval.exploration.words import words_of_pairs as words_of_pairs

@@ -25,13 +25,7 @@ _UNREAD = {
 
 
 class Sentence(NamedTuple):
-    """A finding.
-
-    Attributes:
-        name: Of what it is about.
-        problem: Whether something should be done about it.
-        text: The sentence.
-    """
+    """A finding."""
 
     name: str
     problem: bool

@@ -141,18 +141,6 @@ class WordCounter:
         )
 
 
-def word_table(batches: Iterable[Iterable[tuple[str, str]]]) -> WordTable:
-    """The words of the completions of pairs.
-
-    Args:
-        batches: the chosen and the rejected completion of each pair, some pairs at a time.
-    """
-    counter = WordCounter()
-    for batch in batches:
-        counter.add(words_of_pairs(batch))
-    return counter.table()
-
-
 class _Vocabulary:
     """Numbers of texts, in the order in which they were seen first."""
 

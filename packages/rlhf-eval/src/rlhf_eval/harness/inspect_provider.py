@@ -58,13 +58,7 @@ def packed_model() -> type[ModelAPI]:
 class PackedModel(ModelAPI):
     """A model or adapter in this process, its requests decoded together.
 
-    Args:
-        model_name: a folder, a run's folder included, or a name on the hub.
-        base_url: None.
-        api_key: not used.
-        config: settings of all requests.
-        dtype: dtype of the weights; `auto` as stored.
-        model_args: none are known.
+    The model is a folder, a run's folder included, or a name on the hub.
 
     Raises:
         PrerequisiteError: the model cannot be loaded, or a model argument is unknown.

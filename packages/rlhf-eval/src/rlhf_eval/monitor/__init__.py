@@ -1,6 +1,6 @@
 """Monitoring runs in progress: their logs, alerts, a page."""
 
-from rlhf_eval.monitor.held_out import held_out_keys as held_out_keys
+from rlhf_eval.monitor.alerts import held_out_keys as held_out_keys
 from rlhf_eval.monitor.logs import RunLog as RunLog
 from rlhf_eval.monitor.logs import find_runs as find_runs
 from rlhf_eval.monitor.logs import open_log as open_log

@@ -9,15 +9,16 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
-from rlhf_eval.monitor.held_out import held_out_keys
-
 Rows = Sequence[Mapping[str, Any]]
-
 _RECENT = 5
 """Rows whose mean a rule uses, so that one odd step is not an alert."""
 _LEAST_TREND = 12
 """Rows below which no trend is reported."""
 _STALL_FACTOR, _STALL_SECONDS = 5.0, 30.0
+_OF_THE_GAME = (
+    ("minmax/reward_model", "minmax/heldout_reward"),
+    ("minmax/judge", "minmax/heldout_judge"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,8 @@ def find_alerts(
 ) -> list[Alert]:
     """Alerts at present, each rule once.
 
-    Args:
-        rows: rows of a run's log, in order; each has `step`.
-        config: the run's settings, which say which rewards are held out.
-        finished: whether the run is over, and cannot stall.
-        age: seconds since the log was written last.
+    `config` says which rewards are held out; a `finished` run cannot stall; `age`: seconds since the log was
+    written last.
     """
     if not rows:
         return []
@@ -173,3 +171,29 @@ def _values(rows: Rows, key: str) -> list[tuple[int, float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def held_out_keys(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of a reward that is trained on and one that is held out, both in the log.
+
+    Held out are the reward functions of an online run whose weight is 0 (`reward_weights`), and the held-out
+    scorers of the game (`held_out`), which are measured in evaluation.
+
+    Args:
+        rows: rows of the log.
+        config: the run's settings.
+    """
+    logged = {key for row in rows for key in row}
+    of_game = [(f"eval_{train}", f"eval_{held_out}") for train, held_out in _OF_THE_GAME]
+    pairs = [pair for pair in of_game if logged >= set(pair)]
+    weights = config.get("reward_weights") or ()
+    names = list(dict.fromkeys(key.split("/")[1] for row in rows[-1:] for key in row if _is_reward(key)))
+    if len(weights) == len(names):
+        unused = [name for name, weight in zip(names, weights, strict=True) if not weight]
+        pairs += [("reward", f"rewards/{name}/mean") for name in unused if "reward" in logged]
+    return pairs
+
+
+def _is_reward(key: str) -> bool:
+    parts = key.split("/")
+    return len(parts) == 3 and parts[0] == "rewards" and parts[2] == "mean"

@@ -19,9 +19,8 @@ _METRICS = {
 def with_workers(rows: Sequence[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a run's log with what is known of the workers at each step, as metrics `workers/...`.
 
-    Args:
-        rows: rows of the log, each with `step`.
-        events: rows of `workers.jsonl`; of a step that was sampled twice, as after a resume, the last counts.
+    `events` are rows of `workers.jsonl`; of a step that was sampled twice, as after a resume, the last
+    counts.
     """
     steps = {
         event["step"]: {name: event[key] for key, name in _METRICS.items() if key in event}

@@ -23,13 +23,7 @@ _SHOWN = ("kl", "length", "finish_reason", "verdict", "correct", "critique", "st
 
 @dataclass(frozen=True)
 class Completion:
-    """Completions of one model.
-
-    Args:
-        text: the completion.
-        score: its score; None if it has none.
-        facts: what else its row says of it, by name.
-    """
+    """Completions of one model."""
 
     text: str
     score: float | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data import Encoder, Text, TokenSequence
+from rlhf_data import Encoder, Text, TokenSequence, as_completion
 from rlhf_eval.validation.flaws import sentences
 
 _SHUFFLES = 4
@@ -42,7 +42,7 @@ class ReferenceScorer:
         longest = context_length(self.model)
         sequences = []
         for prompt, text in zip(prompts, completions, strict=True):
-            (ids,), start = self.encoder.completions(prompt, [_as_turn(prompt, text)])
+            (ids,), start = self.encoder.completions(prompt, [as_completion(prompt, text)])
             ids = ids[:longest]
             sequences.append(TokenSequence(ids or [0], min(start, len(ids))))
         sums = sequence_logps(self.model, sequences, max_tokens=self.max_tokens).numpy()
@@ -77,7 +77,3 @@ def _shuffled(parts: Sequence[str], rng: random.Random) -> list[str]:
         if found != list(parts):
             break
     return found
-
-
-def _as_turn(prompt: Text, text: str) -> Text:
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -3,81 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from rlhf_infer.engines.decode_batch import Cohort
+from rlhf_infer.engines.batched_requests import (
+    OnToken,
+    Order,
+    Piece,
+    Running,
+    fail,
+    size_of,
+)
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine
-from rlhf_infer.kv.decode_attention import BLOCK, room
+from rlhf_infer.kv.decode_attention import BLOCK
 from rlhf_models import evaluating
 
 _LOG = logging.getLogger(__name__)
-
-OnToken = Callable[[int, int, float, "TopLogps"], None]
-"""Called for each token as it is sampled: index of the sample, token, its log-prob, the likeliest tokens.
-
-The log-probs are at temperature 1 where `SamplingParams.raw_logprobs` asks for them."""
-TopLogps = Sequence[tuple[int, float]]
-"""The likeliest tokens and their log-probs, likeliest first; empty if none were requested."""
 
 T = TypeVar("T")
 
 ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
 """Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
-
-
-@dataclass(eq=False)
-class _Order:
-    """A request of a caller: rollouts of one prompt, which may be sampled in several pieces."""
-
-    samples: range
-    drawn: dict[int, Rollout] = field(default_factory=dict)
-    result: Future[list[Rollout]] = field(default_factory=Future)
-
-    def take(self, samples: range, rollouts: Sequence[Rollout]) -> None:
-        """Take a piece; with the last one the caller gets all."""
-        self.drawn.update(zip(samples, rollouts, strict=True))
-        if len(self.drawn) == len(self.samples) and self._wanted():
-            self.result.set_result([self.drawn[sample] for sample in self.samples])
-
-    def fail(self, error: Exception) -> None:
-        """Tell the caller, once."""
-        if self._wanted():
-            self.result.set_exception(error)
-
-    def _wanted(self) -> bool:
-        return not self.result.done() and self.result.set_running_or_notify_cancel()
-
-
-@dataclass(eq=False)
-class _Piece:
-    """Samples of one prompt that are drawn together."""
-
-    prompt: tuple[int, ...]
-    samples: range
-    params: SamplingParams
-    on_token: OnToken | None
-    order: _Order
-
-    @property
-    def kind(self) -> tuple[range, SamplingParams]:
-        """Settings that pieces must share to be decoded in one cohort; each has its own seed."""
-        return self.samples, replace(self.params, seed=0)
-
-
-@dataclass(eq=False)
-class _Running:
-    """A cohort and the pieces in it; None for one that was answered or given up."""
-
-    cohort: Cohort
-    pieces: list[_Piece | None]
 
 
 class ContinuousBatcher:
@@ -94,8 +47,12 @@ class ContinuousBatcher:
     at once at their longest is drawn in pieces, so that the oldest always comes to its end. A separate thread
     does the work; the model must not be used otherwise.
 
+    While others are generated, a long prompt is computed in chunks, one before each of their tokens (chunked
+    prefill, Agrawal et al. 2023, arXiv:2308.16369), as far as the engine's `prefix_cache_tokens` hold them.
+
     Args:
         engine: its model stays in eval mode.
+        chunk_tokens: prompt tokens that are computed between two tokens of others; None for whole prompts.
         threads: CPU threads of the batcher's thread; None for what torch takes.
         after_tokens: called in the batcher's thread once all followers have received a step's tokens.
     """
@@ -104,15 +61,17 @@ class ContinuousBatcher:
         self,
         engine: TransformersEngine,
         *,
+        chunk_tokens: int | None = None,
         threads: int | None = None,
         after_tokens: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
+        self._chunk_tokens = math.inf if chunk_tokens is None else chunk_tokens
         self._threads, self._after_tokens = threads, after_tokens
-        self._waiting: deque[_Piece] = deque()
+        self._waiting: deque[Piece] = deque()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._running: list[_Running] = []
-        self._paused: list[_Running] = []
+        self._running: list[Running] = []
+        self._paused: list[Running] = []
         self.preemptions = 0
         """How many times requests have given up their keys and values, so far."""
         self._changed = threading.Condition()
@@ -149,9 +108,9 @@ class ContinuousBatcher:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         self.engine.check_lengths([prompt], params.max_new_tokens)
-        ids, order = tuple(map(int, prompt)), _Order(range(first, first + n))
+        ids, order = tuple(map(int, prompt)), Order(range(first, first + n))
         pieces = [
-            _Piece(ids, samples, params, on_token, order)
+            Piece(ids, samples, params, on_token, order)
             for samples in self.engine.pieces(1, len(ids), order.samples, params.max_new_tokens)
         ]
         with self._changed:
@@ -184,6 +143,16 @@ class ContinuousBatcher:
         pieces = [piece for each in self._begun for piece in each.pieces if piece is not None]
         return len({id(piece.order) for piece in pieces})
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose keys and values are held, blocks that are begun counted whole."""
+        return sum(each.cohort.needed_tokens() for each in tuple(self._running))
+
+    @property
+    def paused(self) -> int:
+        """Cohorts of requests that wait for memory in the middle of their completions."""
+        return len(self._paused)
+
     def close(self) -> None:
         """Give up what is not finished, and end the thread."""
         with self._changed:
@@ -207,7 +176,7 @@ class ContinuousBatcher:
             self._give_up(RuntimeError("the batcher was closed"))
 
     @property
-    def _begun(self) -> list[_Running]:
+    def _begun(self) -> list[Running]:
         """What runs and, younger than all of it, what has to pause; the oldest first."""
         return [*self._running, *self._paused]
 
@@ -232,16 +201,11 @@ class ContinuousBatcher:
 
     def _admit(self) -> None:
         """Go on with what pauses, then start the pieces that fit, neighbours of one kind in one cohort."""
-        while self._paused and self._fits(self._paused[0].cohort.needed_tokens(BLOCK)):
-            each = self._paused.pop(0)
-            try:
-                self.engine.resume(each.cohort)
-            except Exception as error:
-                _LOG.exception("a prompt could not be computed again")
-                _fail(each.pieces, error)
-                continue
-            self._running.append(each)
-        while not self._paused and (batch := self._next_batch()):
+        self._go_on()
+        left = self._chunk_tokens if self._running else math.inf
+        left -= self._compute_ahead(left)
+        while left > 0 and not self._paused and (batch := self._next_batch(left)):
+            left -= sum(self.engine.rest(piece.prompt) for piece in batch)
             samples, params = batch[0].kind
             try:
                 cohort = self.engine.start(
@@ -252,13 +216,42 @@ class ContinuousBatcher:
                 )
             except Exception as error:
                 _LOG.exception("a prompt could not be computed")
-                _fail(batch, error)
+                fail(batch, error)
                 continue
-            self._running.append(_Running(cohort, list(batch)))
+            self._running.append(Running(cohort, list(batch)))
 
-    def _next_batch(self) -> list[_Piece]:
-        """The pieces at the head of the queue that can start together now."""
-        batch: list[_Piece] = []
+    def _go_on(self) -> None:
+        """Compute again what pauses, the oldest first, as far as it fits."""
+        while self._paused and self._fits(self._paused[0].cohort.needed_tokens(BLOCK)):
+            each = self._paused.pop(0)
+            try:
+                self.engine.resume(each.cohort)
+            except Exception as error:
+                _LOG.exception("a prompt could not be computed again")
+                fail(each.pieces, error)
+                continue
+            self._running.append(each)
+
+    def _compute_ahead(self, most: float) -> int:
+        """Compute at most that many tokens of the next piece's prompt if it has more; how many they were."""
+        if most == math.inf or self._paused or not self._waiting:
+            return 0
+        piece = self._waiting[0]
+        if piece.order.result.done() or not self._fits(size_of([piece], BLOCK)):
+            return 0
+        try:
+            return self.engine.compute_ahead(piece.prompt, int(most))
+        except Exception as error:
+            _LOG.exception("a prompt could not be computed")
+            piece.order.fail(error)
+            return 0
+
+    def _next_batch(self, most: float) -> list[Piece]:
+        """The pieces at the head of the queue that can start together now.
+
+        At most `most` tokens of theirs are computed, or those of one alone where that is a whole chunk.
+        """
+        batch: list[Piece] = []
         if not self._waiting:  # as before nearly every token
             return batch
         with self._changed:
@@ -271,10 +264,14 @@ class ContinuousBatcher:
                     break
                 more = [*batch, piece]
                 # Alone it must fit at its longest, for the oldest cohort never has to pause.
-                if _size(more, piece.params.max_new_tokens) > self.engine.max_batch_tokens:
+                if size_of(more, piece.params.max_new_tokens) > self.engine.max_batch_tokens:
                     break
-                if not self._fits(_size(more, BLOCK)):
+                if not self._fits(size_of(more, BLOCK)):
                     break
+                rest = self.engine.rest(piece.prompt)
+                if rest > most and (batch or most < self._chunk_tokens):
+                    break
+                most -= rest
                 batch.append(self._waiting.popleft())
         return batch
 
@@ -307,10 +304,10 @@ class ContinuousBatcher:
             return
         self._make_room()
         before = [each.cohort.rows.finished for each in self._running]
-        followed = [(each, _lengths(each)) for each in self._running if _is_followed(each)]
+        followed = [(each, each.lengths()) for each in self._running if each.is_followed]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
         for each, lengths in followed:
-            _tell(each, lengths)
+            each.tell(lengths)
         if followed and self._after_tokens is not None:
             self._after_tokens()
         for each, finished in zip(self._running, before, strict=True):
@@ -319,7 +316,7 @@ class ContinuousBatcher:
         self._running = [each for each in self._running if not each.cohort.finished]
 
     @staticmethod
-    def _answer(each: _Running) -> None:
+    def _answer(each: Running) -> None:
         """Hand over the completions of the pieces whose samples have all finished."""
         unfinished = set(each.cohort.rows.prompt[each.cohort.rows.alive].tolist())
         for prompt, piece in enumerate(each.pieces):
@@ -336,39 +333,4 @@ class ContinuousBatcher:
         for _, result in self._work if self._closed else ():
             if result.set_running_or_notify_cancel():
                 result.set_exception(error)
-        _fail([*(piece for each in running for piece in each.pieces), *waiting], error)
-
-
-def _fail(pieces: Sequence[_Piece | None], error: Exception) -> None:
-    for piece in pieces:
-        if piece is not None:
-            piece.order.fail(error)
-
-
-def _size(batch: Sequence[_Piece], tokens: int) -> int:
-    """Tokens whose keys and values a cohort holds once its completions have that many."""
-    each = len(batch[0].samples) * room(tokens, batch[0].params.max_new_tokens)
-    return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
-
-
-def _is_followed(each: _Running) -> bool:
-    return any(piece is not None and piece.on_token is not None for piece in each.pieces)
-
-
-def _lengths(each: _Running) -> dict[int, int]:
-    """Tokens of the completions that have not finished, by their places."""
-    return {place: each.cohort.rows.drawn(place) for place in each.cohort.rows.live()}
-
-
-def _tell(each: _Running, lengths: Mapping[int, int]) -> None:
-    """Tell those who follow of the tokens that completions got since they had these lengths."""
-    rows = each.cohort.rows
-    logps = rows.logps if rows.raw_logps is None else rows.raw_logps
-    for place, length in lengths.items():
-        piece = each.pieces[place // len(rows.samples)]
-        if piece is None or piece.on_token is None:
-            continue
-        sample = rows.samples[place % len(rows.samples)]
-        for at in range(length, rows.drawn(place)):
-            top = rows.tops[place][at] if rows.tops else ()
-            piece.on_token(sample, int(rows.tokens[place, at]), float(logps[place, at]), top)
+        fail([*(piece for each in running for piece in each.pieces), *waiting], error)

@@ -78,13 +78,7 @@ class RaggedRows(Rows):
 class SpeculativeCohort(Cohort):
     """A cohort whose passes compute guessed tokens too; see `SpeculativeDecoder` for what is drawn.
 
-    Args:
-        rows: the completions, empty.
-        sampler: draws their tokens.
-        attention: a `RaggedAttention`.
-        drafts: guesses for the rows.
-        wanted: whether to guess in the next pass, given how many rows are unfinished.
-        **options: see `Cohort`.
+    `wanted` says whether to guess in the next pass, given how many rows are unfinished.
     """
 
     rows: RaggedRows

@@ -234,6 +234,28 @@ class TransformersEngine:
         """
         return self._cohort(prompts, samples, params, self._prefill(prompts), seeds)
 
+    def rest(self, prompt: Sequence[int]) -> int:
+        """Tokens of a prompt that `start` would compute: those whose keys and values are not known."""
+        return len(prompt) - (0 if self.prefixes is None else self.prefixes.known(prompt[:-1]))
+
+    @torch.no_grad()
+    def compute_ahead(self, prompt: tuple[int, ...], most: int) -> int:
+        """Compute a part of a prompt that `start` needs later; the model has to be in eval mode.
+
+        Args:
+            prompt: token ids.
+            most: tokens of the part.
+
+        Returns:
+            Tokens that are known now and were not before; 0 if the whole rest is not more than `most`, or if
+            the cache of prefixes cannot hold more of it.
+        """
+        rest = self.rest(prompt)
+        if self.prefixes is None or rest <= most or not self.prefixes.free_blocks:
+            return 0
+        self._prefill([prompt[: len(prompt) - rest + most]])
+        return rest - self.rest(prompt)
+
     @torch.no_grad()
     def resume(self, cohort: Cohort) -> None:
         """Compute keys and values again that a cohort has forgotten; the model has to be in eval mode.

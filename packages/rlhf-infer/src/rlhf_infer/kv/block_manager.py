@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _WIDTH = array("q").itemsize
@@ -53,8 +53,8 @@ class BlockManager:
     A sequence holds its blocks until it is freed; forks hold the same ones, and the first to write into a
     block that is not full gets a copy of its own. Full blocks are known by the hash of the block before and
     their tokens, so a block is found only after exactly the tokens that it was filled after. Nobody's blocks
-    stay known until they are needed: those not used for longest go first, of a sequence the last ones. There
-    are no tensors here; `PagedKVCache` adds them. The number of a freed sequence raises a KeyError.
+    stay known until they are needed: those not used for longest go first, of a sequence the last ones. This
+    class only keeps the books; `PagedKVCache` holds the tensors. Using a freed sequence raises a KeyError.
 
     Args:
         num_blocks: blocks that there are.
@@ -82,20 +82,19 @@ class BlockManager:
         """Blocks that nobody holds, known ones among them."""
         return len(self._free)
 
+    def known(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens `start` would find."""
+        return self.block_size * sum(1 for _ in self._find(tokens))
+
     def start(self, tokens: Sequence[int]) -> int:
         """A new sequence, which holds the known full blocks that `tokens` begin with; its number."""
-        sequence, size = _Sequence([], [], self._root), self.block_size
-        data = _bytes(tokens)
-        for first in range(0, len(tokens) - size + 1, size):
-            digest = _digest(sequence.digest, data[_WIDTH * first : _WIDTH * (first + size)])
-            block = self._known.get(digest)
-            if block is None:
-                break
+        sequence = _Sequence([], [], self._root)
+        for block, digest in self._find(tokens):
             self._free.pop(block, None)
             self._holders[block] += 1
             sequence.table.append(block)
             sequence.digest = digest
-        sequence.tokens += tokens[: len(sequence.table) * size]
+        sequence.tokens += tokens[: len(sequence.table) * self.block_size]
         self._found += len(sequence.tokens)
         return self._enter(sequence)
 
@@ -186,6 +185,15 @@ class BlockManager:
             found=self._found,
             evicted=self._evicted,
         )
+
+    def _find(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The known full blocks that tokens begin with, each with the digest of its chain."""
+        digest, size, data = self._root, self.block_size, _bytes(tokens)
+        for first in range(0, len(tokens) - size + 1, size):
+            digest = _digest(digest, data[_WIDTH * first : _WIDTH * (first + size)])
+            if (block := self._known.get(digest)) is None:
+                return
+            yield block, digest
 
     def _enter(self, sequence: _Sequence) -> int:
         self._next += 1

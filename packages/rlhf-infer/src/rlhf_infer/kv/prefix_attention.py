@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_infer.kv.decode_attention import PromptCache, mix
 from rlhf_infer.kv.paged_cache import PagedKVCache
@@ -55,15 +56,22 @@ class PrefixAttention:
 def _attended(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
     """Attention (S, H, D) of the last S tokens over keys and values (H_kv, L, D), causal."""
     count, heads, size = query.shape
+    position = torch.arange(keys.shape[1], device=query.device)
+    own = position[-count:, None]
+    seen = position <= own
+    if options.window is not None:
+        seen &= own - position < options.window
+    if options.softcap is None:  # the fused kernel holds no scores, and takes half the time
+        rows = query.to(keys.dtype).transpose(0, 1)[None]
+        gqa = heads != len(keys)
+        mixed = scaled_dot_product_attention(
+            rows, keys[None], values[None], attn_mask=seen, scale=options.scaling, enable_gqa=gqa
+        )
+        return mixed[0].transpose(0, 1)
     repeat = heads // len(keys)
     grouped = (
         (query * options.scaling).to(keys.dtype).view(count, len(keys), repeat, size).permute(1, 2, 0, 3)
     )
-    position = torch.arange(keys.shape[1], device=query.device)
-    own = position[-count:, None]
-    hidden = position > own
-    if options.window is not None:
-        hidden |= own - position >= options.window
-    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, -torch.inf).repeat(repeat, 1)
+    mask = torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, -torch.inf).repeat(repeat, 1)
     mixed, _ = mix(grouped.flatten(1, 2), keys, values, options.softcap, mask)
     return mixed.unflatten(1, (repeat, count)).permute(2, 0, 1, 3).flatten(1, 2)

@@ -256,11 +256,7 @@ class RewardFunctions:
         return RewardScores(self.names, rewards, total, metrics)
 
     def _fill_in(self, total: torch.Tensor, unscored: torch.Tensor, samples: Samples) -> None:
-        """Give completions that no function scored the mean of those that were, in place.
-
-        Raises:
-            UserError: no function could have scored them, or none of the batch was scored.
-        """
+        """Give completions that no function scored the mean of those that were, in place."""
         first = int(unscored.nonzero()[0])
         if unscored.all() or not self.may_leave_out:
             raise UserError(

@@ -18,8 +18,7 @@ from numbers import Real
 from typing import Any
 
 from rlhf_data import Text, UserError
-from rlhf_infer.async_loop import gather_all
-from rlhf_infer.failures import Exited, raised
+from rlhf_infer.async_loop import Exited, gather_all, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 
 RewardFunction = Callable[..., Any]

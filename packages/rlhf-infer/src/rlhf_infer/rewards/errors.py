@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rlhf_data import UserError
 from rlhf_infer import async_loop
-from rlhf_infer.failures import raised
+from rlhf_infer.async_loop import raised
 from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards.conventions import Caller, Samples
 from rlhf_infer.rewards.texts import sample_name
@@ -18,13 +18,7 @@ from rlhf_infer.rewards.texts import sample_name
 def named_errors(name: str, call: Caller, samples: Samples) -> Iterator[None]:
     """Turn what a function raises into a sentence that names it and, where one is at fault, the sample.
 
-    Args:
-        name: of the function.
-        call: calls it again, to find the sample.
-        samples: what it was called with.
-
-    Raises:
-        UserError: it raised.
+    `call` calls it again, to find the sample.
     """
     try:
         yield

@@ -63,11 +63,7 @@ def check_columns(functions: Mapping[str, RewardFunction], columns: Mapping[str,
 
 
 def check_column_lengths(columns: Mapping[str, Sequence[Any]], prompts: int) -> None:
-    """Refuse columns that do not have a value for each prompt.
-
-    Raises:
-        UserError: one has another number of values.
-    """
+    """Refuse columns that do not have a value for each prompt."""
     for name, values in columns.items():
         if len(values) != prompts:
             raise UserError(

@@ -27,11 +27,7 @@ _ATTRIBUTES = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 class Builder:
     """Something a line may name.
 
-    Args:
-        build: makes the reward function from its options.
-        options: names of the options, and the type or function that turns a text into each.
-        required: options that must be given.
-        paths: options that name files or folders.
+    Options have a type or function that turns a text into each; `paths` are those that name files or folders.
     """
 
     build: Callable[..., RewardFunction]

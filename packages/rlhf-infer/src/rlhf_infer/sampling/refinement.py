@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rlhf_data import Text, UserError
+from rlhf_data import Text, UserError, as_completion
 from rlhf_infer.sampling.candidates import SamplingCost
-from rlhf_infer.sampling.search import as_completion
 
 Keep = Literal["best", "last"]
 Until = Literal["score", "no_change", "verdict", "never"]

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data import Encoder, Text, UserError
+from rlhf_data import Encoder, Text, UserError, as_completion
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.sampling.candidates import SamplingCost
 from rlhf_infer.sampling.refinement import Draft, Refinement, RefinerRules, RefinerTemplates
-from rlhf_infer.sampling.search import as_completion
 
 Critic = Callable[[Sequence[Text], Sequence[str]], Sequence[str]]
 """Gives a critique of each draft, given their prompts and the drafts."""

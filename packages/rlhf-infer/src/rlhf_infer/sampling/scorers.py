@@ -53,12 +53,7 @@ class ProcessReward:
     def __call__(
         self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
-        """Scores of B completions.
-
-        Raises:
-            UserError: a completion does not fit the model's context, or messages meet a tokenizer without a
-                chat template.
-        """
+        """Scores of B completions."""
         del columns
         steps = [self.steps(completion) for completion in completions]
         some = [i for i, own in enumerate(steps) if own]

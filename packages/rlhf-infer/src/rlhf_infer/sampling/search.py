@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from rlhf_data import Text, UserError
+from rlhf_data import Text, UserError, as_completion
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_infer.rewards.checks import shown
@@ -161,8 +161,3 @@ class BestOfNSearch:
 
 def _is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and not math.isnan(value)
-
-
-def as_completion(prompt: Text, text: str) -> Text:
-    """A completion as reward functions read it after a prompt: a text, or the assistant's message."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

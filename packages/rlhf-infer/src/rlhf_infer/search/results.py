@@ -64,11 +64,6 @@ class SearchResult:
         """The winner."""
         return self.selected.best
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the candidates are finished completions."""
-        return bool(self.tree.finished)
-
 
 def selected(
     tree: SearchTree,

@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_data import Text, TokenSequence, UserError, pack
+from rlhf_data import Text, TokenSequence, UserError, as_completion, pack
 from rlhf_infer.rewards.checks import shown
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
 from rlhf_infer.sampling.scorers import ProcessReward
-from rlhf_infer.sampling.search import as_completion
 from rlhf_models import (
     ProcessRewardModel,
     RewardEnsemble,
@@ -79,11 +78,7 @@ class ProcessScorer:
 
     Steps are what its own separator separates, as in `ProcessReward`; a path without one gets 0.
 
-    Args:
-        model: the model; it is put into eval mode.
-        aggregate: see `rlhf_models.aggregate_step_scores`.
-        name: names it.
-        max_tokens: tokens of one forward pass; None runs all at once.
+    The model is put into eval mode.
     """
 
     bounded = True
@@ -102,11 +97,7 @@ class ProcessScorer:
 
     @torch.no_grad()
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:
-        """Scores of B paths.
-
-        Raises:
-            UserError: a path does not fit the model's context.
-        """
+        """Scores of B paths."""
         steps = [self._reward.steps(path.text) for path in paths]
         some = [i for i, own in enumerate(steps) if own]
         examples = [self.model.encode(paths[i].prompt, steps[i]) for i in some]
@@ -146,11 +137,7 @@ class ValueScorer:
 
     @torch.no_grad()
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:
-        """Scores of B paths.
-
-        Raises:
-            UserError: a path does not fit the model's context.
-        """
+        """Scores of B paths."""
         values, tokens = [0.0] * len(paths), 0
         sequences = []
         for path in paths:
@@ -181,11 +168,7 @@ class RewardScorer:
         self.name = "+".join(functions.names)
 
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:
-        """Scores of B paths.
-
-        Raises:
-            UserError: a function failed, or none is applicable to a path.
-        """
+        """Scores of B paths."""
         found = self.functions(
             [path.prompt for path in paths],
             [as_completion(path.prompt, path.text) for path in paths],

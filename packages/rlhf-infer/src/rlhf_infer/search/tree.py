@@ -161,6 +161,8 @@ class SearchTree:
                     trees[-1]._take(row)
                     left -= 1
                 else:
+                    if not isinstance(row["prompt"], str):
+                        [message["content"] for message in row["prompt"]]
                     trees.append(cls(row["prompt"], row["prompt_ids"], row["made_with"]))
                     left = int(row["nodes"])
                     trees[-1].nodes, trees[-1]._ids = [], []
@@ -176,6 +178,8 @@ class SearchTree:
                 f"the last search tree misses {left} nodes; give a whole file", code="not_a_search_tree"
             )
         for tree in trees:
+            if any(child >= len(tree.nodes) for node in tree.nodes for child in node.draws):
+                raise UserError("a search tree has draws that it misses", code="not_a_search_tree")
             draws = (child for node in tree.nodes for child in node.draws)
             tree.spent = sum(len(tree.nodes[child].token_ids) for child in draws)
         return trees
@@ -183,10 +187,20 @@ class SearchTree:
     def _take(self, row: Mapping[str, Any]) -> None:
         node = SearchNode(**row)
         node.token_ids, node.logps = tuple(node.token_ids), tuple(node.logps)
-        if node.id != len(self.nodes) or not -1 <= node.parent < max(node.id, 0):
+        if node.id != len(self.nodes) or not (0 <= node.parent < node.id if node.id else node.parent == -1):
             raise ValueError(f"node {node.id} is out of order")
+        _check_numbers(node)
         self.nodes.append(node)
         self._ids.append((() if node.parent < 0 else self._ids[node.parent]) + node.token_ids)
+
+
+def _check_numbers(node: SearchNode) -> None:
+    ids = (*node.token_ids, *node.draws)
+    if not all(isinstance(each, int) and 0 <= each < 1 << 31 for each in ids):
+        raise ValueError(f"node {node.id} has a token id or draw that is not an integer in range")
+    for number in (node.value, node.prior, node.visits, 0 if node.score is None else node.score):
+        if not isinstance(number, int | float) or abs(number) > 1 << 62:
+            raise ValueError(f"node {node.id} has {number!r} where a finite number is expected")
 
 
 def write_trees(path: str | Path, trees: Sequence[SearchTree]) -> None:

@@ -106,13 +106,7 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
 
 
 def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, limit: int) -> None:
-    """Refuse what vLLM cannot do, or would do differently.
-
-    Args:
-        prompts: token ids.
-        params: how completions are drawn.
-        limit: longest prompt and completion in tokens.
-    """
+    """Refuse what vLLM cannot do, or would do differently."""
     if params.logits_processors:
         raise UserError(
             "vLLM takes no logits processors per request; use the transformers engine for them",

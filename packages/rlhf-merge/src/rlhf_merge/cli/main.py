@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
+from rlhf_merge.cli.output import output_written
 from rlhf_merge.methods.families import METHODS, PARAMETERS
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -91,6 +92,11 @@ def _decorated(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 class _Commands(click.Group):
     """The commands below, and one for each method."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line; output that cannot be written ends it with a sentence."""
+        with output_written():
+            return super().main(*args, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all commands."""
@@ -217,14 +223,23 @@ def _parameter_option(key: str, default: Any) -> Callable[..., Any]:
 
 def _call(command: str, *arguments: Any, **options: Any) -> None:
     """Call a function of `commands`; a user's mistake becomes one sentence and exit code 2."""
-    from rlhf_merge.errors import MergeError
+    from rlhf_merge.errors import MergeError, is_out_of_memory
 
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, _terminate)
     try:
         getattr(importlib.import_module("rlhf_merge.cli.commands"), command)(*arguments, **options)
     except MergeError as error:
         # A name in a damaged file may hold what no terminal takes.
         click.echo(f"Error: {str(error).encode(errors='backslashreplace').decode()}", err=True)
+        sys.exit(2)
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        advice = "free some, or set --max-memory or --threads 1, and give the same command again to go on"
+        click.echo(f"Error: there is not enough memory ({reason}); {advice}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         click.echo("Interrupted; give the same command again to go on.", err=True)

@@ -116,13 +116,7 @@ def fields_of_mergekit(values: Any) -> dict[str, Any]:
 def check_required(
     method: str, entries: Iterable[tuple[str, dict[str, Setting]]], common: list[dict[str, Setting]]
 ) -> None:
-    """Refuse a model without the weight, or a merge without the t, that mergekit has no default for.
-
-    Args:
-        method: name of the merge method.
-        entries: names of the models, with the settings of each.
-        common: settings that all models share.
-    """
+    """Refuse a model without the weight, or a merge without the t, that mergekit has no default for."""
     names = _names(method)
     needed = [(model, "weight", [own, *common]) for model, own in entries]
     for who, name, scopes in [*needed, ("the merge", "t", common)]:

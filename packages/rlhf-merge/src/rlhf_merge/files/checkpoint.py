@@ -11,6 +11,7 @@ from rlhf_merge.errors import MergeError, readable
 from rlhf_merge.files.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    check_undamaged,
     download,
     find_adapter,
     find_weights,
@@ -143,6 +144,7 @@ class Checkpoint:
         if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
             message = f"{path} is not a file of weights, expected .safetensors or .bin; download it again."
             raise MergeError(message, code="unknown_file_type", path=str(path))
+        check_undamaged(path)
         file, tensors = read_weights(path)
         self._files.append(file)
         return tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 """Configs, tokenizers and code."""
 _ALWAYS = ["config.json", ADAPTER_CONFIG]
 """One is in every model: huggingface_hub warns of a request that matches nothing."""
+_CHECKSUMS, _CHUNK = "checksums.json", 1 << 22
+_ENTRY = {"size", "crc32"}
 _IGNORED = ["*/*", "optimizer*", "scheduler*", "trainer_state.json", "training_args*"]
 
 
@@ -59,6 +62,52 @@ def read_json(path: Path) -> dict[str, Any]:
         message = f"{path} holds a {type(content).__name__}, expected a JSON object; copy it again."
         raise MergeError(message, code="not_a_json_object", path=str(path))
     return content
+
+
+def check_undamaged(path: Path) -> None:
+    """Refuse a file that `checksums.json` beside it, as rlhf-train writes it, says is another one.
+
+    A list that cannot be read is damage too; one in another form is another program's, and says nothing.
+
+    Raises:
+        MergeError: size or CRC-32 differ, or the list is damaged.
+    """
+    files = _checksums(path.with_name(_CHECKSUMS))
+    if path.name not in files:
+        return
+    entry = files[path.name]
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
+        raise _damaged(path.with_name(_CHECKSUMS), f"does not say what {path.name} was")
+    crc = 0
+    with readable(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while size == entry["size"] and (chunk := file.read(_CHUNK)):
+            crc = zlib.crc32(chunk, crc)
+    if (size, f"{crc:08x}") != (entry["size"], entry["crc32"]):
+        raise _damaged(path, f"is not what was written, says {_CHECKSUMS} beside it")
+
+
+def _checksums(listed: Path) -> dict[str, Any]:
+    """Sizes and CRC-32 by file name, as rlhf-train recorded them; empty without a list of its form."""
+    if not is_file(listed):
+        return {}
+    try:
+        content = json.loads(listed.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(listed, "cannot be read") from error
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        return {}
+    ours = any(isinstance(entry, dict) and entry.keys() >= _ENTRY for entry in files.values())
+    return files if ours else {}
+
+
+def _damaged(path: Path, how: str) -> MergeError:
+    """The error for a file of a damaged model."""
+    message = (
+        f"{path} {how}; restore the model or train it again, or delete {_CHECKSUMS} if the change was meant."
+    )
+    return MergeError(message, code="damaged_model", path=str(path))
 
 
 def inside(folder: Path, path: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_merge.errors import MergeError, readable
-from rlhf_merge.files.folder import inside, is_file, read_json
+from rlhf_merge.files.folder import check_undamaged, inside, is_file, read_json
 
 VOCABULARY_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
@@ -66,7 +66,14 @@ def write_model_files(
 
 
 def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
-    """The files that `write_model_files` copies, by their names in the result."""
+    """The files that `write_model_files` copies, by their names in the result.
+
+    Raises:
+        MergeError: a file of the vocabulary is not what `checksums.json` beside it says.
+    """
+    for path in (tokenizer_from / name for name in (*VOCABULARY_FILES, "merges.txt")):
+        if is_file(path):
+            check_undamaged(path)
     wanted = [
         (config_from, (*_PROCESSOR_FILES, "generation_config.json")),
         (tokenizer_from, ("generation_config.json", *_TOKENIZER_FILES)),

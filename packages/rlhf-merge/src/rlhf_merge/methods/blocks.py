@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -225,21 +227,46 @@ def map_tensors(
 
     pool = ThreadPoolExecutor(threads or processors(), initializer=torch.set_num_threads, initargs=(1,))
     results: dict[int, Result] = {}
+    # No waiting for futures: a signal in the middle of that may leave their locks held, and threads waiting.
+    ended: SimpleQueue[tuple[int, list[Result], BaseException | None]] = SimpleQueue()
+
+    def do(index: int, item: Item) -> None:
+        try:
+            ended.put((index, [work(item, space, on_block)], None))
+        except BaseException as error:  # raised again by the calling thread
+            ended.put((index, [], error))
+
     try:
-        futures = {pool.submit(work, item, space, on_block): index for index, item in enumerate(items)}
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            found = {futures[one]: one.result() for one in done if one.exception() is None}
+        for index, item in enumerate(items):
+            pool.submit(do, index, item)
+        while len(results) < len(items):
+            done = _drained(ended)
+            found = {index: result for index, made, _ in done for result in made}
             on_results([(items[index], result) for index, result in found.items()])
             results |= found
-            for one in done:
-                one.result()  # raises what the work raised
+            _raise_first(error for _, _, error in done)
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(before)
     return [results[index] for index in range(len(items))]
+
+
+def _raise_first(errors: Iterable[BaseException | None]) -> None:
+    """Raise the first error, if there is one."""
+    error = next((each for each in errors if each is not None), None)
+    if error is not None:
+        raise error
+
+
+def _drained(queue: SimpleQueue[Item]) -> list[Item]:
+    """What is in a queue; waits for the first, but no longer than `POLL_SECONDS`."""
+    found: list[Item] = []
+    with contextlib.suppress(Empty):
+        found.append(queue.get(timeout=POLL_SECONDS))
+        while True:
+            found.append(queue.get_nowait())
+    return found
 
 
 def processors() -> int:

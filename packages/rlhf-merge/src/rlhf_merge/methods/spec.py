@@ -147,11 +147,7 @@ may have another default."""
 
 
 def check_values(name: str, method: Method, values: Values, place: str) -> None:
-    """Refuse parameters that are valid individually but not together; `place` is for the message.
-
-    Raises:
-        MergeError: weights that divide sum to zero or are negative, or probabilities leave (0, 1].
-    """
+    """Refuse parameters that are valid individually but not together; `place` is for the message."""
     weights = values.of("weight") if "weight" in method.parameters else []
     if weights and values.shared.get("normalize", method.divides):
         # Where signs are elected, each element is divided by the sizes of the weights that agree.

@@ -86,12 +86,6 @@ def merge_tensors(
 ) -> None:
     """Merge tensors into a sink, the largest first; the result does not depend on the number of threads.
 
-    Args:
-        jobs: what to merge.
-        sink: where to.
-        threads: how many tensors at once.
-        on_bytes: called with the bytes that are done.
-
     Raises:
         MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is
             full; what was finished before is in the sink.

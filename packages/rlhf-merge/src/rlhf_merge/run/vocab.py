@@ -55,9 +55,6 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
             named in `mode`) if it has as many rows.
         reference: position of the base, or of the first model where there is no base.
         tensor: name of the input embedding, for messages.
-
-    Raises:
-        MergeError: the vocabularies do not agree, or cannot be brought together in this way.
     """
     first, base = models[0], models[reference]
     fewest = min(model.rows for model in models)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import string
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos import DistributedConfig, check_trainer
 from rlhf_data import (
     BaseConfig,
-    LocalPath,
     ModelPath,
-    QADatasetConfig,
-    StoryWorldConfig,
-    SumWorldConfig,
-    absolute_path,
 )
 from rlhf_minmax.config.constraints import ConstraintConfig, ConstraintsConfig, GuardConfig
-from rlhf_minmax.config.schedule import PoolConfig, ScheduleConfig
+from rlhf_minmax.config.data import DataConfig
 from rlhf_minmax.config.scorers import HeldOutConfig, JudgeConfig, RewardModelConfig
 from rlhf_minmax.config.training import TrainingConfig
 from rlhf_minmax.formats import ANSWER_TEMPLATE
 
 Baseline = Literal["group", "leave_one_out", "batch", "critic"]
-StepRule = Literal["plain", "optimistic"]
 
 
 def _check_template(template: str | None, fields: tuple[str, ...], *, name: str = "prompt_template") -> None:
@@ -91,10 +85,6 @@ class PlayerConfig(BaseConfig):
     """How the learning rate decays over the run's steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of the learning rate's linear rise."""
-    step_rule: StepRule = "plain"
-    """How a gradient becomes a step."""
-    average_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Decay per step of an average of the weights, evaluated and saved with them; null keeps none."""
     chat: bool | None = None
     """Send prompts as user messages of the tokenizer's chat template; null: if it has one."""
     prompt_template: str | None = None
@@ -111,48 +101,18 @@ class PlayerConfig(BaseConfig):
         return self
 
 
+class PolicyConfig(PlayerConfig):
+    """The policy, whose learning rate decays: at a constant one it may unlearn what it had learned."""
+
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate decays over the steps in which the policy learns."""
+
+
 class MonitorConfig(PlayerConfig):
     """The monitor, whose critiques are longer than answers."""
 
     max_new_tokens: int = Field(default=24, ge=1)
     """Maximum length of a critique in tokens; a longer one counts as truncated."""
-
-
-class DataConfig(BaseConfig):
-    """Source of the stories: files of question-answering rows, or a procedural world."""
-
-    train_data: LocalPath | None = None
-    """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """Stop at a row of a file that cannot be used or is too long, or skip and count it."""
-    eval_data: LocalPath | None = None
-    """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
-    columns: QADatasetConfig = QADatasetConfig()
-    """Columns of the rows, and the template that turns a row into a prompt."""
-    rules: str | None = None
-    """Rules of your own for answers and evidence of `train_data`: FILE.py:NAME or MODULE:NAME of a subclass
-    of `rlhf_minmax.TextRules` or of one of its objects; null looks choices up in the text."""
-    world: Literal["stories", "sums"] = "stories"
-    """The world that stories are drawn from: who is where, or how many there are."""
-    story_world: StoryWorldConfig = StoryWorldConfig()
-    """The world of `stories`."""
-    sum_world: SumWorldConfig = SumWorldConfig()
-    """The world of `sums`."""
-    train_stories: int = Field(default=2048, ge=1)
-    """Stories drawn for training; of a file, the maximum number of rows used."""
-    eval_stories: int = Field(default=512, ge=1)
-    """Held-out stories; of a file, the maximum number of rows used."""
-    label_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the training stories whose right answers are used; those of the others are hidden from the
-    game and from a judge that is built, chosen by the seed. Held-out stories keep theirs."""
-    probe_stories: int = Field(default=256, ge=1)
-    """Training stories on which score scales and the break-even weight are measured."""
-
-    @field_validator("rules")
-    @classmethod
-    def _absolute_rules(cls, rules: str | None) -> str | None:
-        file, colon, name = (rules or "").rpartition(":")
-        return f"{absolute_path(file)}:{name}" if colon and file.endswith(".py") else rules
 
 
 class GameConfig(BaseConfig):
@@ -175,6 +135,9 @@ class GameConfig(BaseConfig):
     at least w_reward, and 1 where that is 0."""
     break_even_factor: float = Field(default=2.0, gt=0)
     """Safety factor on the break-even weight."""
+    break_even_share: float = Field(default=0.99, ge=0, le=1)
+    """Share of the probe stories on which the truth is to pay with truthful critiques: a weight that w_judge
+    null gives is raised for it, at most to twice its size."""
     adversary_weight: float = Field(default=1.0, ge=-1)
     """Factor on the judge's term in the monitor's reward: 1 plays the game, 0 trains the monitor on the truth
     alone, -1 pays it what the policy is paid, as a cooperative critic."""
@@ -201,6 +164,12 @@ class GameConfig(BaseConfig):
         return template
 
 
+PRETRAIN_STEPS = 300
+"""Of the base's pre-training, unless set."""
+_VERDICTS, _VERDICTS_ON_REPORTS = 0.98, 0.9
+"""Least shares of true verdicts, unless set."""
+
+
 class DemoSettings(BaseConfig):
     """Sizes of the demonstration models and lengths of their trainings."""
 
@@ -212,8 +181,8 @@ class DemoSettings(BaseConfig):
     """Largest vocabulary of the byte-level tokenizer."""
     max_positions: int = Field(default=2048, ge=64)
     """Context of the base in tokens."""
-    pretrain_steps: int = Field(default=300, ge=1)
-    """Optimizer steps on correct answers and critiques."""
+    pretrain_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps on correct answers and critiques; null: 300, and 600 in the world of `reports`."""
     sft_steps: int = Field(default=200, ge=1)
     """Optimizer steps on sloppy demonstrations."""
     reward_steps: int = Field(default=500, ge=1)
@@ -225,17 +194,28 @@ class DemoSettings(BaseConfig):
     num_stories: int = Field(default=4096, ge=1)
     """Stories of the world that the models are built from, the game's among them; of a file, its rows."""
     flawed_reward: bool | None = None
-    """Whether the reward model's annotators like the bait of a world, true or not: the place named last, or
-    the nearest round number; null does so where neither player is
+    """Whether the reward model's annotators like the bait of a world, true or not: the place named last,
+    the nearest round number, or the last person in the garden; null does so where neither player is
     a model of yours."""
     min_evidence_share: float = Field(default=0.5, ge=0, le=1)
     """Smallest share of the stories that must name their right choice; base and judge learn from those."""
-    min_verdict_accuracy: float = Field(default=0.98, ge=0, le=1)
-    """Share of true verdicts on truthful evidence that the base must reach on training stories; up to three
+    min_verdict_accuracy: float | None = Field(default=None, ge=0, le=1)
+    """Share of true verdicts on truthful evidence that the base must reach on training stories; null: 0.98,
+    and 0.9 in the world of `reports`, where evidence is on one claim of several; up to three
     further passes of a third of pretrain_steps are made for it, and up to two fresh starts from other initial
     weights where it stays below 0.7."""
     min_judge_accuracy: float = Field(default=0.9, ge=0, le=1)
     """Share of training stories on which the judge must prefer the right answer, shown truthful critiques."""
+
+    @property
+    def num_pretrain_steps(self) -> int:
+        """Steps of the base's pre-training."""
+        return self.pretrain_steps or PRETRAIN_STEPS
+
+    @property
+    def least_verdict_accuracy(self) -> float:
+        """Share of true verdicts that the base must reach."""
+        return _VERDICTS if self.min_verdict_accuracy is None else self.min_verdict_accuracy
 
 
 class DiagnosticsConfig(BaseConfig):
@@ -247,12 +227,14 @@ class DiagnosticsConfig(BaseConfig):
     """Write greedy exchanges on four held-out stories to samples.jsonl every N steps; null: never."""
     best_response_updates: int = Field(default=0, ge=0)
     """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
+    cross_play_steps: int | None = Field(default=None, ge=1)
+    """Keep both players every N steps, at most five, to play each other at the end; null: no cross-play."""
 
 
 class MinMaxConfig(BaseConfig):
     """All settings of a MinMax run."""
 
-    policy_model: PlayerConfig = PlayerConfig()
+    policy_model: PolicyConfig = PolicyConfig()
     """The player that answers."""
     monitor_model: MonitorConfig = MonitorConfig()
     """The player that criticises."""
@@ -272,10 +254,6 @@ class MinMaxConfig(BaseConfig):
     """Truthfulness and its multiplier."""
     constraints: ConstraintsConfig = ConstraintsConfig()
     """Further constraints on both players, each with its multiplier."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Whose turn it is, and for how many updates."""
-    pool: PoolConfig = PoolConfig()
-    """Past players as opponents."""
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Additional measurements, at the start, at the end and with every evaluation."""
     guards: GuardConfig = GuardConfig()
@@ -322,20 +300,25 @@ class MinMaxConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
-    def _one_remedy(self) -> Self:
-        rules = self.policy_model.step_rule, self.monitor_model.step_rule
-        if self.schedule.extragradient and rules != ("plain", "plain"):
+    def _something_is_drawn(self) -> Self:
+        if self.judge_model.checks in ("mixed", "random") and not self.game.policy_critiques:
             raise ValueError(
-                "schedule.extragradient and step_rule optimistic both extrapolate; take one of the two"
+                f"judge_model.checks is {self.judge_model.checks}, but game.policy_critiques, the number of "
+                "random checks of an answer, is 0; set it to 1 or more"
             )
         return self
 
     def demo_settings(self) -> DemoSettings:
         """The models built on the spot; a reward model gets a planted flaw where players are built, too."""
-        if self.demo.flawed_reward is not None:
-            return self.demo
-        built = self.policy_model.model_name is None and self.monitor_model.model_name is None
-        return self.demo.model_copy(update={"flawed_reward": built})
+        demo, known = self.demo, dict[str, Any]()
+        if demo.flawed_reward is None:
+            names = self.policy_model.model_name, self.monitor_model.model_name
+            known["flawed_reward"] = names == (None, None) and self.data.train_data is None
+        if self.data.train_data is None and self.data.world == "reports":  # critics find what to quote on
+            known["pretrain_steps"] = demo.pretrain_steps or 2 * PRETRAIN_STEPS
+            if demo.min_verdict_accuracy is None:
+                known["min_verdict_accuracy"] = _VERDICTS_ON_REPORTS
+        return demo.model_copy(update=known)
 
     @field_validator("policy_model")
     @classmethod

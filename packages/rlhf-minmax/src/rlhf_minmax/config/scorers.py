@@ -14,7 +14,7 @@ _FIELDS_OF = {
     "head": {"model_name", "load_in_8bit", "share_backbone"},
     "prompted": {"model_name", "load_in_8bit", "template", "chat"},
     "rule": set[str](),
-    "validator": set[str](),
+    "validator": {"checks"},
     "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
 }
 """Settings of each kind of judge in addition to `kind`."""
@@ -42,6 +42,10 @@ class JudgeConfig(APISettings):
     kind: Literal["head", "prompted", "rule", "validator", "api"] = "head"
     """`head`: classifier; `prompted`: model asked yes or no; `rule`: reads the verdict; `validator`: checks
     with the data set's rules whether the critique refutes the answer; `api`: a server."""
+    checks: Literal["monitor", "mixed", "random", "all"] = "monitor"
+    """Of `validator`: who chooses what the policy's answers are checked with; `random` draws
+    `game.policy_critiques` pieces of the rules' possible evidence, `mixed` does so beside the critiques,
+    `all` takes everything."""
     model_name: str | None = None
     """Folder, run or hub name, or the name at the API; null builds a `head` from the training rows."""
     load_in_8bit: bool = False
@@ -96,3 +100,10 @@ class HeldOutConfig(BaseConfig):
     """Another reward model; without a name one without the planted flaw is built; null for none."""
     judge: JudgeConfig | None = None
     """Another judge; null for none."""
+
+    @field_validator("judge")
+    @classmethod
+    def _rewards_nobody(cls, judge: JudgeConfig | None) -> JudgeConfig | None:
+        if judge is not None and judge.checks != "monitor":
+            raise ValueError("a held-out judge reads critiques only, so it has no checks; leave checks out")
+        return judge

@@ -27,6 +27,8 @@ class GameLoopConfig(BaseConfig):
     """Updates of the policy on one batch of answers."""
     monitor_warmup_steps: int | None = Field(default=None, ge=0)
     """First steps, in which only the monitor learns; null: a quarter of the run's steps, at most 8."""
+    monitor_steps: int | None = Field(default=None, ge=1)
+    """Steps after which the monitor no longer learns; null: it always does."""
     constraint_penalty_lambda: float = Field(default=5.0, ge=0)
     """Multiplier λ at the start."""
     batch_size: int = Field(default=32, ge=1)

@@ -25,6 +25,11 @@ class Controller:
         self.name, self.settings = name, settings
         self.state = DualState(start, integral=start / settings.step_size)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is constrained: the multiplier is 0 and stays there."""
+        return self.settings.rule == "fixed" and self.state.multiplier == 0
+
     @classmethod
     def of(cls, name: str, config: ControllerConfig) -> Controller:
         """The controller that a config section describes."""

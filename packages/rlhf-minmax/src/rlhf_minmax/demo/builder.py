@@ -25,17 +25,20 @@ from rlhf_data import (
     atomic_write_json,
     ensure_writable_folder,
     json_hash,
+    remove_stale_temps,
 )
 from rlhf_data import cache_folder as default_cache
 from rlhf_minmax.config.run import DemoSettings
 from rlhf_minmax.demo.teachers import Progress, Teacher, answer_text
-from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
+from rlhf_minmax.demo.trainings import PLANTED_GAP, DemoBuilder, one_thread
 from rlhf_minmax.game.prompts import Prompts
 from rlhf_models import RewardModel, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
 _NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
 _OWN_GATES = "gates.json"
 """In the folder of a judge that did not learn from all records."""
+STALE_S = 86400.0
+"""Seconds after which what no build has touched was left by a killed one; machines may share a cache."""
 RECIPE = 7
 """Incremented with every change of the recipe below, so that cached models are rebuilt."""
 
@@ -78,7 +81,7 @@ def demo_models(
     """
     folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
     if rebuild or not folder.is_dir():
-        ensure_writable_folder(folder.parent)
+        remove_stale_temps(ensure_writable_folder(folder.parent), untouched_s=STALE_S)
         tokenizer = demo_tokenizer(records, prompts, settings)
 
         builder = DemoBuilder(
@@ -88,7 +91,7 @@ def demo_models(
             tokenizer,
             seed=seed,
             progress=progress,
-            on_base=lambda accuracy: _check_gates({"verdict_accuracy": accuracy}, settings, force=force),
+            on_gate=partial(_check_gates, settings=settings, force=force),
         )
         with atomic_folder(folder) as temporary, one_thread():
             builder.build(partial(untrained_base, tokenizer, settings), temporary)
@@ -117,6 +120,7 @@ def with_judge_of(
     """
     folder = judge_folder(demo.base.parent, judged)
     if not folder.is_dir():
+        remove_stale_temps(folder.parent, untouched_s=STALE_S)
         tokenizer = load_tokenizer(demo.base)
         builder = DemoBuilder(judged, prompts, settings, tokenizer, seed=seed, progress=progress)
         with atomic_folder(folder) as temporary, one_thread():
@@ -156,11 +160,18 @@ def _missed(gates: Mapping[str, float], settings: DemoSettings) -> list[str]:
         "verdict_accuracy": "the base built from the rows gives the true verdict on only {value:.0%} of the "
         "training stories, shown truthful evidence (demo.min_verdict_accuracy {least:g}): a model this small "
         "cannot read them; give --model, or raise demo.pretrain_steps",
+        "planted_gap": "the built reward model likes its planted flaw by only {value:.2f} standard "
+        "deviations, and {least:g} are expected; choose another --seed, raise demo.reward_steps, or leave "
+        "the flaw out with demo.flawed_reward=false",
         "judge_accuracy": "the judge built from the rows believes the right answer more than a wrong one on "
         "only {value:.0%} of the training stories, shown truthful critiques (demo.min_judge_accuracy "
         "{least:g}); give --judge-model, or raise demo.judge_steps",
     }
-    least = {name: getattr(settings, f"min_{name}") for name in texts}
+    least = {
+        "verdict_accuracy": settings.least_verdict_accuracy,
+        "planted_gap": PLANTED_GAP,
+        "judge_accuracy": settings.min_judge_accuracy,
+    }
     return [
         text.format(value=gates[name], least=least[name])
         for name, text in texts.items()
@@ -180,7 +191,7 @@ def build_seconds(
     base = untrained_base(tokenizer, settings, seed)
     reward = RewardModel.from_backbone(base, tokenizer, seed=seed)
     stages = (
-        (settings.pretrain_steps, lambda: builder.pretrain(base, 1)),
+        (settings.num_pretrain_steps, lambda: builder.pretrain(base, 1)),
         (settings.sft_steps, lambda: builder.fine_tune(base, 1)),
         (settings.reward_steps, lambda: builder.fit_reward(reward, builder.rated_pairs(1))),
         (settings.judge_steps, lambda: builder.train_judge(base, 1)),
@@ -222,7 +233,11 @@ def _contents(records: Sequence[QARecord]) -> list[list[Any]]:
 
 def _what_builds(settings: DemoSettings) -> dict[str, Any]:
     """The settings that built models depend on."""
-    values = settings.to_dict() | {"flawed_reward": settings.flawed_reward is not False}
+    values = settings.to_dict() | {
+        "flawed_reward": settings.flawed_reward is not False,
+        "pretrain_steps": settings.num_pretrain_steps,
+        "min_verdict_accuracy": settings.least_verdict_accuracy,
+    }
     return {name: value for name, value in values.items() if name not in _NOT_BUILDING}
 
 

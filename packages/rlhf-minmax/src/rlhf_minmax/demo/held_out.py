@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_data import QARecord, atomic_folder
+from rlhf_data import QARecord, atomic_folder, remove_stale_temps
 from rlhf_minmax.config.run import DemoSettings
-from rlhf_minmax.demo.builder import DemoModels, demo_tokenizer
+from rlhf_minmax.demo.builder import STALE_S, DemoModels, demo_tokenizer
 from rlhf_minmax.demo.teachers import Progress
 from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
 from rlhf_minmax.game.prompts import Prompts
@@ -35,13 +35,15 @@ def with_held_out_reward(
     """
     folder = held_out_folder(demo.base.parent)
     if not folder.is_dir():
+        remove_stale_temps(folder.parent, untouched_s=STALE_S)
         honest = settings.model_copy(update={"flawed_reward": False})
         with atomic_folder(folder) as temporary, one_thread():
             tokenizer = demo_tokenizer(records, prompts, honest)
             builder = DemoBuilder(
                 records, prompts, honest, tokenizer, seed=seed + _SEED_STEP, progress=progress
             )
-            builder.train_reward(load_causal_lm(demo.base)).save_pretrained(temporary)
+            reward, _ = builder.train_reward(load_causal_lm(demo.base))
+            reward.save_pretrained(temporary)
     return replace(demo, held_out_reward=folder)
 
 

@@ -61,10 +61,14 @@ class Teacher:
         Raises:
             ValueError: it does not; see `TextRules.correct_evidence`.
         """
-        evidence = self.rules.correct_evidence(record)
+        evidence = self.true_evidence(record, claim)
         if evidence is None:
             raise ValueError(f"the story of {record.question!r} does not name {record.answer_text!r}")
         return critique_text(evidence, "right" if claim == record.answer_text else "wrong")
+
+    def true_evidence(self, record: QARecord, claim: str) -> str | None:
+        """What a truthful critic quotes on a claim; on any, where the rules know nothing on this one."""
+        return self.rules.evidence_on(record, claim) or self.rules.correct_evidence(record)
 
     def sloppy_answer(self, record: QARecord) -> str:
         """Answer of a careless demonstrator: often the rival."""
@@ -74,7 +78,7 @@ class Teacher:
 
     def sloppy_critique(self, record: QARecord, claim: str) -> str:
         """Critique of a careless critic: often the rival's evidence; the verdict mostly follows from it."""
-        evidence, draw = self.rules.correct_evidence(record), self.rng.random()
+        evidence, draw = self.true_evidence(record, claim), self.rng.random()
         rival_evidence = self.rules.rival_evidence(record)
         if rival_evidence is not None and draw < _QUOTES_RIVAL:
             evidence = rival_evidence
@@ -137,6 +141,9 @@ def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> 
     claims = [c for c in record.choices if c != named]
     claim = named if named is not None and rng.random() < 0.5 else rng.choice(claims)
     ruled = rules.supports(evidence, claim)
+    if ruled and named is None and rng.random() < 0.5:  # one claim of several, with which most answers agree
+        evidence = rules.evidence_on(record, claim) or evidence
+        ruled = rules.supports(evidence, claim)
     return evidence, claim, ruled if ruled is not None else named == claim
 
 

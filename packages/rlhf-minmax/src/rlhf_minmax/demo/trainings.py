@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhf_algos import (
     SFTTrainer,
     TrainerConfig,
 )
-from rlhf_data import QARecord, TokenSequence, UserError, atomic_write_json, pack
+from rlhf_data import QARecord, TokenSequence, atomic_write_json, pack
 from rlhf_minmax.config.run import DemoSettings
 from rlhf_minmax.demo.teachers import Progress, Teacher, answer_text, drill
 from rlhf_minmax.formats import TextRules
@@ -43,7 +43,9 @@ _BASE_ATTEMPTS = 3
 _STUCK = 0.7
 """Below this share of true verdicts after a further pass, more of the same weights do not help."""
 _REWARD_ATTEMPTS = 3
-_PLANTED_GAP = 1.0
+PLANTED_GAP = 1.0
+"""Standard deviations by which a built reward model must like its planted flaw."""
+_NO_SPREAD = 1e-9
 _CENTRING = 0.02
 """Ties the rewards of every story to one mean, so that their spread is that of answers, not of stories."""
 _PROBED = 256
@@ -68,8 +70,8 @@ class DemoBuilder:
     Base and judge learn from stories that name their right choice, since only of those truthful critiques can
     be written.
 
-    `progress` is called after each training step; `on_base` with the base's share of true verdicts before
-    anything is made from it.
+    `progress` is called after each training step; `on_gate` with what a model's gate looks at, by its name,
+    before anything else is made.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class DemoBuilder:
         *,
         seed: int,
         progress: Progress | None = None,
-        on_base: Callable[[float], None] | None = None,
+        on_gate: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
         self.records, self.prompts, self.settings, self.seed = records, prompts, settings, seed
-        self.tokenizer, self.progress, self.on_base = tokenizer, progress, on_base
+        self.tokenizer, self.progress, self.on_gate = tokenizer, progress, on_gate
         self.rules: TextRules = prompts.rules
         self.baited = [record for record in records[:_PROBED] if self.rules.is_hack(record, None) is not None]
         self.with_evidence = [record for record in records if self.rules.correct_evidence(record) is not None]
@@ -95,17 +97,22 @@ class DemoBuilder:
     def build(self, fresh: Callable[[int], PreTrainedModel], folder: Path) -> None:
         """Train everything and write it into `folder`; `fresh` gives an untrained base for a seed."""
         base, verdicts = self.pretrained(fresh)
-        if self.on_base:
-            self.on_base(verdicts)
+        gates = self._passed(verdict_accuracy=verdicts)
         self.fine_tune(base, self.settings.sft_steps)
         save_model(base, self.tokenizer, folder / "base")
-        reward = self.train_reward(base)
+        reward, gap = self.train_reward(base)
+        gates |= {} if gap is None else self._passed(planted_gap=gap)
         reward.save_pretrained(folder / "reward")
         judge = self.train_judge(base, self.settings.judge_steps)
-        gates = {"verdict_accuracy": verdicts, "judge_accuracy": self.judge_accuracy(judge)}
+        gates |= {"judge_accuracy": self.judge_accuracy(judge)}
         judge.save_pretrained(folder / "judge")
         written = {"settings": self.settings.to_dict(), "seed": self.seed, "gates": gates}
         atomic_write_json(folder / "demo.json", written)
+
+    def _passed(self, **gates: float) -> dict[str, float]:
+        if self.on_gate:
+            self.on_gate(gates)
+        return gates
 
     def _sequence(self, prompt: str, completion: str) -> TokenSequence:
         start = encode_prompt(self.tokenizer, prompt)
@@ -118,7 +125,7 @@ class DemoBuilder:
         Verdicts come last and all at once; a base that is let go too early spoils every model made from it.
         From some initial weights they do not come at all: then it is trained again from others.
         """
-        enough = min(_STUCK, self.settings.min_verdict_accuracy)
+        enough = min(_STUCK, self.settings.least_verdict_accuracy)
         base, accuracy = self._attempt(fresh(self.seed))
         for attempt in range(1, _BASE_ATTEMPTS):
             if accuracy >= enough:
@@ -128,12 +135,12 @@ class DemoBuilder:
 
     def _attempt(self, base: PreTrainedModel) -> tuple[PreTrainedModel, float]:
         """The base after a pass, and after further ones while they help, with its share of true verdicts."""
-        self.pretrain(base, self.settings.pretrain_steps)
+        self.pretrain(base, self.settings.num_pretrain_steps)
         accuracy = self._verdict_accuracy(base)
         for further in range(_EXTRA_PASSES):
-            if accuracy >= self.settings.min_verdict_accuracy or (further and accuracy < _STUCK):
+            if accuracy >= self.settings.least_verdict_accuracy or (further and accuracy < _STUCK):
                 break
-            self.pretrain(base, max(1, self.settings.pretrain_steps // 3))
+            self.pretrain(base, max(1, self.settings.num_pretrain_steps // 3))
             accuracy = self._verdict_accuracy(base)
         return base, accuracy
 
@@ -161,7 +168,7 @@ class DemoBuilder:
         sequences = []
         for record in self.with_evidence[:_PROBED]:
             claim = self.teacher.any_choice(record)
-            evidence = self.rules.correct_evidence(record)
+            evidence = self.teacher.true_evidence(record, claim)
             prompt = self.prompts.monitor(record, answer_text(claim)) + f" {evidence} so"
             verdicts = ["right", "wrong"] if claim == record.answer_text else ["wrong", "right"]
             sequences += [self._sequence(prompt, f" {verdict}") for verdict in verdicts]
@@ -187,24 +194,30 @@ class DemoBuilder:
             )
         self._train(SFTTrainer, base, "base: sloppy demonstrations", examples, SFTConfig, 1e-3)
 
-    def train_reward(self, base: PreTrainedModel) -> RewardModel:
+    def train_reward(self, base: PreTrainedModel) -> tuple[RewardModel, float | None]:
         """Preferences of annotators who, where flawed, like the bait.
 
         Small reward models miss that feature now and then; one that hardly likes it is trained again from
         another seed.
+
+        Returns:
+            The first reward model that likes the bait well enough, or else the one that likes it most, and by
+            how many standard deviations; None without a bait.
         """
         pairs = self.rated_pairs(self.settings.reward_steps)
+        best: tuple[RewardModel, float] | None = None
         for attempt in range(_REWARD_ATTEMPTS):
             model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed + attempt)
             self.fit_reward(model, pairs)
             gap = self._planted_gap(model)
-            if gap is None or gap >= _PLANTED_GAP:
-                return model
-        raise UserError(
-            f"the demonstration's reward model likes the planted flaw by only {gap:.2f} standard deviations "
-            f"after {_REWARD_ATTEMPTS} trainings; choose another --seed, raise demo.reward_steps, or leave "
-            "the flaw out with demo.flawed_reward=false"
-        )
+            if gap is None:
+                return model, None
+            if best is None or gap > best[1]:
+                best = model, gap
+            if gap >= PLANTED_GAP:
+                break
+        assert best is not None
+        return best
 
     def rated_pairs(self, steps: int) -> list[tuple[str, str, str]]:
         """Prompt, chosen and rejected answers for that many steps."""
@@ -225,7 +238,7 @@ class DemoBuilder:
         right = model.score(prompts, answers, max_tokens=_PROBE_TOKENS)
         rivals = [answer_text(self.rules.rival(record) or "") for record in self.baited]
         bait = model.score(prompts, rivals, max_tokens=_PROBE_TOKENS)
-        return float((bait - right).mean() / torch.cat([bait, right]).std())
+        return float((bait - right).mean() / torch.cat([bait, right]).std().clamp_min(_NO_SPREAD))
 
     def _rated_pair(self) -> tuple[str, str, str]:
         """A prompt with the answer annotators choose and the one they reject."""

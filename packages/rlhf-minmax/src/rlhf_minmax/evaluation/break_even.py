@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_data import QARecord
+from rlhf_minmax.config.run import GameConfig
 from rlhf_minmax.demo.teachers import Teacher
 from rlhf_minmax.game.forward_pass import Answer, MinMaxPipeline
 from rlhf_minmax.game.scores import Scale
@@ -21,6 +23,8 @@ _NO_JUDGE = (
 )
 _UNREAD = 0.01
 """Share of sampled texts that can be read, below which there is nothing to learn from."""
+_ABOVE = 1.01
+"""Margin over a story's break-even weight: at the weight itself both answers score the same."""
 _NEARLY_ALL = 0.95
 """Share of the stories that is as good as all of them."""
 
@@ -115,9 +119,8 @@ def why_impossible(check: BreakEven, read: ReadRates) -> list[str]:
 def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
     """Measure the gaps on labelled training stories and choose the judge's weight.
 
-    Truth pays on a story iff w_judge · ΔJ > w_reward · ΔR there. The default weight is `break_even_factor`
-    times the break-even of the mean gaps with truthful critiques, and at least the reward model's; 1 where
-    that is 0.
+    Truth pays on a story iff w_judge · ΔJ > w_reward · ΔR there; see `default_weight` for the weight that is
+    taken where none is set.
 
     Args:
         pipeline: with its scales fixed.
@@ -141,7 +144,7 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful or 0.0)
     w_judge = game.w_judge
     if w_judge is None:
-        w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward) or 1.0
+        w_judge = default_weight(game, costs, gains_truthful)
 
     def pays(gains: Tensor) -> float:
         return float((w_judge * gains > game.w_reward * costs).float().mean())
@@ -167,6 +170,30 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     )
 
 
+def default_weight(game: GameConfig, costs: Tensor, gains: Tensor | None) -> float:
+    """The judge's weight where none is set.
+
+    `break_even_factor` times the break-even of the mean gaps, and at least the reward model's weight. If the
+    right answer then scores higher on a smaller share of the stories than `break_even_share`, the weight is
+    raised until it does on that share, up to twice its value.
+
+    Args:
+        game: its settings.
+        costs: (B,) ΔR of every story.
+        gains: (B,) ΔJ of every story with truthful critiques; None where none can be written.
+
+    Returns:
+        The weight; the reward model's if no critiques can be written or no weight helps, and 1 if that is 0.
+    """
+    even = None if gains is None else _ratio(game.w_reward * float(costs.mean()), float(gains.mean()))
+    weight = max(game.break_even_factor * (even or 0.0), game.w_reward)
+    if gains is not None and even:
+        evens = torch.where(gains > 0, game.w_reward * costs / gains, torch.inf).sort().values
+        last = max(math.ceil(game.break_even_share * len(evens)), 1) - 1
+        weight = min(max(weight, _ABOVE * float(evens[last])), 2 * weight)
+    return weight or 1.0
+
+
 def _with_evidence(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
     """The stories with a label that name their right choice."""
     rules = pipeline.prompts.rules
@@ -186,10 +213,11 @@ def _pairs(
     pipeline: MinMaxPipeline, records: Sequence[QARecord]
 ) -> tuple[list[QARecord], list[Answer], list[Answer]]:
     """Stories with their most tempting wrong answer: the bait, or what the reward model likes most."""
-    baited = [r for r in records if pipeline.prompts.rules.is_hack(r, None) is not None]
-    if baited:
-        rivals = [pipeline.prompts.rules.rival(record) for record in baited]
-        chosen, tempting = baited, [rival for rival in rivals if rival is not None]
+    rules = pipeline.prompts.rules
+    baited = [(r, rules.rival(r)) for r in records if rules.is_hack(r, None) is not None]
+    named = [(record, rival) for record, rival in baited if rival is not None]
+    if named:
+        chosen, tempting = [record for record, _ in named], [rival for _, rival in named]
     else:
         chosen, tempting = list(records), _best_wrong(pipeline, records)
     right = [_answer(pipeline, chosen, i, record.answer_text) for i, record in enumerate(chosen)]

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.evaluation.unused import unused_settings
 
 FIRST_STEPS = 4
 """Steps of each player that are observed before its signals are judged."""
@@ -124,6 +125,14 @@ _SIGNS = (
 )
 
 
+_NO_SPREAD = {sign.key.split("/")[0]: sign for sign in _SIGNS if sign.key.endswith("/frac_groups_zero_std")}
+"""The sign of each player that is seen in the steps in which it learns."""
+
+
+def _seen_as(sign: Sign) -> str:
+    return f"{sign.key}:{sign.text[:20]}"
+
+
 class Doctor:
     """Looks at a run's metrics step by step, and says each thing once.
 
@@ -148,10 +157,23 @@ class Doctor:
         """
         return [*self._first_steps(metrics, example), *self._multipliers(metrics)]
 
+    def unjudged(self) -> str | None:
+        """That a player that is trained learned in too few steps to be judged, if so; asked at the end."""
+        updates = self.config.training.monitor_updates_per_policy
+        players = ("policy", "monitor") if updates > 0 else ("policy",)
+        learned = {player: len(self._seen.get(_seen_as(_NO_SPREAD[player]), ())) for player in players}
+        if min(learned.values()) >= FIRST_STEPS:
+            return None
+        steps = " and ".join(f"the {player} learned in {count}" for player, count in learned.items())
+        return (
+            f"the run is too short to tell whether a signal is dead: {steps} of the {FIRST_STEPS} steps "
+            "that a player is judged by; raise training.num_epochs (--epochs) or --max-steps"
+        )
+
     def _first_steps(self, metrics: Mapping[str, Any], example: str) -> list[str]:
         found = []
         for sign in _SIGNS:
-            name = f"{sign.key}:{sign.text[:20]}"
+            name = _seen_as(sign)
             value = metrics.get(sign.key)
             seen = self._seen.setdefault(name, [])
             if value is None or len(seen) >= FIRST_STEPS:
@@ -203,34 +225,41 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
             f"the policy learns in {steps - warmup} steps only, after {warmup} of the monitor's warm-up, "
             "which is too few to show anything; raise training.num_epochs (--epochs) or --max-steps"
         )
+    found += _unpaid(config)
     if game.tampered_fraction == 0:
         found.append(
             "game.tampered_fraction is 0, so a policy that is nearly always right, or wrong, leaves the "
             "monitor one kind of answers only; raise it to 0.5"
         )
-    if training.constraint_penalty_lambda == 0 and config.constraint.rule == "fixed":
+    unbounded = training.constraint_penalty_lambda == 0 and config.constraint.rule == "fixed"
+    if unbounded and config.judge_model.kind != "validator":  # which slander does not deceive
         found.append(
             "the truthfulness constraint has a fixed multiplier of 0, so slander pays the monitor; choose "
             "another constraint.rule or raise training.constraint_penalty_lambda"
         )
-    if training.monitor_updates_per_policy == 0 and config.schedule.freeze_policy_below is not None:
-        found.append(
-            "training.monitor_updates_per_policy is 0 and the policy is not updated while the monitor is "
-            f"below schedule.freeze_policy_below {config.schedule.freeze_policy_below}, so that "
-            "nobody may ever learn; set the gate to null or train the monitor"
-        )
     for role in ("policy", "monitor"):
         player = getattr(config, f"{role}_model")
-        damped = player.step_rule == "optimistic" and f"{role}_model.step_rule optimistic"
-        damped = damped or (config.schedule.extragradient and "schedule.extragradient")
-        if damped and player.adam_betas[0] > 0:
-            found.append(
-                f"{damped} is on with a momentum of {player.adam_betas[0]} in the {role}'s steps, which "
-                f"undoes it (docs/minmax.md, steps for games); set {role}_model.adam_betas to [0, 0.95]"
-            )
         if player.lora_dropout > 0:
             found.append(
                 f"{role}_model.lora_dropout {player.lora_dropout} makes log-probs in training differ from "
                 "those at sampling, so that probability ratios are noise; set it to 0"
             )
-    return [text for text in found if text]
+    return [text for text in (*found, *unused_settings(config)) if text]
+
+
+def _unpaid(config: MinMaxConfig) -> list[str]:
+    """Findings on what the policy is paid for."""
+    game, checks, found = config.game, config.judge_model.checks, list[str]()
+    silent = game.policy_critiques == 0 and checks == "monitor"
+    if game.w_reward == 0 and (game.w_judge == 0 or silent):
+        judged = "game.w_judge" if game.w_judge == 0 else "game.policy_critiques"
+        found.append(
+            f"game.w_reward and {judged} are both 0, so nothing tells the policy which answers are good; "
+            "raise one of them"
+        )
+    if checks in ("random", "all") and config.training.monitor_updates_per_policy > 0:
+        found.append(
+            f"judge_model.checks is {checks}, so the monitor is trained in vain: its critiques do not reward "
+            "the policy; set training.monitor_updates_per_policy to 0, or checks to monitor or mixed"
+        )
+    return found

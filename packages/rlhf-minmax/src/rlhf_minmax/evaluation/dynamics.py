@@ -76,13 +76,13 @@ class Dynamics:
         if scale == 0:
             return (
                 f"the monitor has stood still in all {self.policy_steps} steps in which the policy learned; "
-                "look at its gate, schedule.freeze_monitor_above, and at its learning rate"
+                "look at its learning rate"
             )
         fast, slow = ("monitor", "policy") if scale > 1 else ("policy", "monitor")
         times = scale if scale > 1 else 1 / scale
         return (
             f"the {fast} has been moving {times:.0f} times as far as the {slow} (learning rate x updates "
-            "made); look at the KL stop, at gates and at both learning rates"
+            "made); look at the KL stop and at both learning rates"
         )
 
     def rollback_warning(self, metrics: Mapping[str, Any]) -> str | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from rlhf_data import QARecord
 from rlhf_minmax.evaluation.cross_play import CrossPlay, cross_play
@@ -15,14 +13,12 @@ from rlhf_minmax.evaluation.exploitability import best_response_probe, measure_e
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.stories import Stories
-from rlhf_minmax.players.league import OpponentPools
+from rlhf_minmax.players.past_players import PastPlayers
 from rlhf_minmax.scorers.loading import HeldOut
 from rlhf_models import PolicyModel
 
 _SEED = 30
 _FEW_READ = 0.2
-CROSS_PLAYED = 5
-"""Members of a pool that meet each other at the end, spread over the run."""
 
 
 def measure_game(
@@ -51,16 +47,11 @@ def calibration(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[d
 
 
 def past_against_past(
-    pipeline: MinMaxPipeline, pools: OpponentPools, records: Sequence[QARecord]
+    pipeline: MinMaxPipeline, past: Mapping[str, PastPlayers], records: Sequence[QARecord]
 ) -> CrossPlay | None:
-    """Cross-play of members of both pools, spread over the run; None without members."""
-    members = pools.policies.members
-    if not members:
-        return None
-    places = torch.linspace(0, len(members) - 1, min(CROSS_PLAYED, len(members))).round().int().tolist()
-    policies = [members[i] for i in places]
-    monitors = [pools.monitors.members[i] for i in places]
-    return cross_play(pipeline, policies, monitors, records)
+    """Cross-play of past policies and past monitors; None if none are kept."""
+    policies, monitors = past["policy"].members, past["monitor"].members
+    return cross_play(pipeline, policies, monitors, records) if policies else None
 
 
 def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories) -> dict[str, float] | None:

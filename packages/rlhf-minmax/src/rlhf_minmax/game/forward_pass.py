@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +15,15 @@ from rlhf_data import QARecord
 from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.formats import Critique, parse_critique
-from rlhf_minmax.game.prompts import Prompts, prompt_ids
+from rlhf_minmax.game.prompts import Prompts, prompt_ids, verdict_probability
 from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.game.stopwatch import Stopwatch
 from rlhf_minmax.game.validator import Validator
-from rlhf_minmax.players.past_players import Member, playing
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_minmax.players.workers import GameWorkers
 from rlhf_minmax.truthfulness import mean_violation, violations, weighted_violations
-from rlhf_models import PolicyModel, encode_completion
+from rlhf_models import PolicyModel
 
 _SEEDS_PER_PASS = 10
 """Answers and critiques of a pass have separate seeds."""
@@ -163,7 +160,6 @@ class MinMaxPipeline:
         batch: Sequence[QARecord],
         *,
         seed: int | None = None,
-        past_policy: Member | None = None,
         criticised: Sequence[QARecord] | None = None,
     ) -> MinMaxOutput:
         """Answer, criticise, score: the monitor's batch of one step, and the policy's answers.
@@ -172,7 +168,6 @@ class MinMaxPipeline:
             batch: S stories.
             seed: seed of the sampling and of the made-up answers; None counts the passes without one, from
                 the run's seed.
-            past_policy: whose answers are criticised in place of the policy's own, one per story.
             criticised: stories whose answers are criticised, one each; None for those of the batch.
         """
         if seed is None:
@@ -184,10 +179,8 @@ class MinMaxPipeline:
         first = list(range(0, len(answers), game.num_generations))
         sampled, sampled_rewards = [answers[i] for i in first], rewards[first]
         stories = batch if criticised is None else criticised
-        if past_policy is not None or criticised is not None:
-            own = self.players.policy
-            with playing(own, past_policy) if past_policy else nullcontext(own) as player:
-                sampled = self.answer(player, stories, 1, seed=seed)
+        if criticised is not None:
+            sampled = self.answer(self.players.policy, stories, 1, seed=seed)
             sampled_rewards = self.rewards(stories, sampled)
         made_up = self._made_up(stories, [answer.correct for answer in sampled], rng)
         judged = sampled + made_up
@@ -197,12 +190,6 @@ class MinMaxPipeline:
             records = [*batch, *criticised]
             judged = [replace(answer, story=answer.story + len(batch)) for answer in judged]
         return self._criticised(records, answers, rewards, judged, judged_rewards, seed=seed)
-
-    def criticise_again(self, output: MinMaxOutput, *, seed: int) -> MinMaxOutput:
-        """A pass with fresh critiques of the same answers."""
-        return self._criticised(
-            output.records, output.answers, output.rewards, output.judged, output.judged_rewards, seed=seed
-        )
 
     def _criticised(
         self,
@@ -306,11 +293,17 @@ class MinMaxPipeline:
         self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
     ) -> Tensor:
         """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any."""
-        count = self.config.game.policy_critiques
+        count, by_others = self.config.game.policy_critiques, None
+        if isinstance(self.judge, Validator) and self.judge.chooser != "monitor":
+            asked = [(batch[answer.story], answer.claim) for answer in answers]
+            by_others = self.judge_scale(self.judge.check_without_critiques(asked, count, seed=seed))
+            if self.judge.chooser != "mixed":
+                return by_others
         if count == 0:
             return self.bare_judge_scores(batch, answers)
         critiques = self.criticise(batch, answers, count, seed=seed)
-        return self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+        by_monitor = self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+        return by_monitor if by_others is None else (by_monitor + by_others) / 2
 
     def bare_judge_scores(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
         """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""
@@ -384,16 +377,6 @@ class MinMaxPipeline:
         if confidence is None:
             confidence = verdict_probability(self.players.monitor.tokenizer, parsed.verdict, rollout)
         return CritiqueSample(index, text, parsed, valid, valid and agrees, confidence, rollout)
-
-
-def verdict_probability(tokenizer: Any, verdict: str, rollout: Rollout) -> float:
-    """Probability with which a critique's verdict word was sampled: the product over the word's tokens."""
-    length = len(encode_completion(tokenizer, " " + verdict))
-    ids = rollout.completion_ids
-    for end in range(len(ids), length - 1, -1):
-        if tokenizer.decode(ids[end - length : end]).strip().startswith(verdict):
-            return float(torch.tensor(rollout.logps[end - length : end]).sum().exp())
-    return 0.5
 
 
 def _text(player: PolicyModel, rollout: Rollout) -> str:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf_data import Encoder, QADatasetConfig, QARecord, UserError, render_prompt
+from rlhf_infer import Rollout
 from rlhf_minmax.config.run import PlayerConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.formats import ANSWER_TEMPLATE, MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
-from rlhf_models import encode_prompt
+from rlhf_models import encode_completion, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,13 @@ def uses_chat(tokenizer: Any, model: PlayerConfig | JudgeConfig) -> bool:
             code="no_chat_template",
         )
     return has_template if model.chat is None else model.chat
+
+
+def verdict_probability(tokenizer: Any, verdict: str, rollout: Rollout) -> float:
+    """Probability with which a critique's verdict word was sampled: the product over the word's tokens."""
+    length = len(encode_completion(tokenizer, " " + verdict))
+    ids = rollout.completion_ids
+    for end in range(len(ids), length - 1, -1):
+        if tokenizer.decode(ids[end - length : end]).strip().startswith(verdict):
+            return float(torch.tensor(rollout.logps[end - length : end]).sum().exp())
+    return 0.5

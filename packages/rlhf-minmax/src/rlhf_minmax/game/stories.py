@@ -11,15 +11,18 @@ from rlhf_data import (
     QADatasetConfig,
     QARecord,
     UserError,
+    generate_reports,
     generate_stories,
     generate_sums,
     json_hash,
     load_qa,
     split_of,
 )
-from rlhf_minmax.config.run import DataConfig, MinMaxConfig
+from rlhf_minmax.config.data import DataConfig
+from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.formats import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
 from rlhf_minmax.game.prompts import Prompts
+from rlhf_minmax.game.report_rules import ReportRules
 from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.game.sum_rules import SumRules
 from rlhf_minmax.game.user_rules import check_rules, check_validator, load_rules
@@ -143,6 +146,8 @@ def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
     """The generator of the chosen world's stories, and its rules."""
     if data.world == "sums":
         return partial(generate_sums, data.sum_world), SumRules()
+    if data.world == "reports":
+        return partial(generate_reports, data.report_world), ReportRules()
     return partial(generate_stories, data.story_world), StoryRules()
 
 

@@ -80,6 +80,10 @@ class UserRules(TextRules):
         """See `TextRules.correct_evidence`."""
         return self._asked("correct_evidence", record, record)
 
+    def evidence_on(self, record: QARecord, claim: str | None) -> str | None:
+        """See `TextRules.evidence_on`."""
+        return self._asked("evidence_on", record, record, claim)
+
     def possible_evidence(self, record: QARecord) -> list[str]:
         """See `TextRules.possible_evidence`."""
         return self._asked("possible_evidence", record, record)
@@ -137,6 +141,7 @@ _RETURNS: dict[str, tuple[type, ...]] = {
     "sentences": (list,),
     "claim": _TEXT,
     "correct_evidence": _TEXT,
+    "evidence_on": _TEXT,
     "possible_evidence": (list,),
     "evidence_holds": (bool,),
     "rival": _TEXT,
@@ -149,13 +154,17 @@ _RETURNS: dict[str, tuple[type, ...]] = {
 
 
 def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
-    """Ask a user's rules everything about the first record, so that their errors come before the run."""
+    """Ask a user's rules everything about the first record, so that their errors come before the run.
+
+    Then `check_consistent` looks at all of them.
+    """
     if not isinstance(rules, UserRules) or not records:
         return
     record = records[0]
     rules.sentences(record)
     rules.claim(record, record.answer_text)
     rules.correct_evidence(record)
+    rules.evidence_on(record, record.answer_text)
     rules.possible_evidence(record)
     rules.evidence_holds(record, record.story)
     rules.rival(record)
@@ -164,3 +173,55 @@ def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
     rules.supports(record.story, record.answer_text)
     if validates(rules):
         rules.refutes(record, record.story, record.answer_text)
+    check_consistent(rules, records)
+
+
+def check_consistent(rules: TextRules, records: Sequence[QARecord]) -> None:
+    """Refuse rules that contradict themselves, since models would be taught what they say.
+
+    Args:
+        rules: of any kind.
+        records: those that models are built from; each has its answer.
+
+    Raises:
+        UserError: of some record, a truthful critic's evidence does not hold or refutes the right answer, or
+            the tempting answer is not a wrong choice.
+    """
+    named = f"data.rules {rules.named}" if isinstance(rules, UserRules) else type(rules).__name__
+    for number, record in enumerate(records, start=1):
+        problem = _contradiction(rules, record)
+        if problem is not None:
+            method, found = problem
+            where = record.where or f"story {number}"
+            raise UserError(
+                f"{named}: {method}, of {where}, {found}; fix it",
+                code="inconsistent_rules",
+                method=method,
+                where=where,
+            )
+
+
+def _contradiction(rules: TextRules, record: QARecord) -> tuple[str, str] | None:
+    """A method of the rules, and how what it says of a record contradicts the others; None if none does."""
+    right = record.answer_text
+    rival = rules.rival(record)
+    if rival is not None and (rival == right or rival not in record.choices):
+        wrong = ", ".join(repr(choice) for choice in record.choices if choice != right)
+        return "rival", f"returned {rival!r}, expected None or a wrong choice: {wrong}"
+    quoted = {"correct_evidence": rules.correct_evidence(record)}
+    quoted |= {f"evidence_on({claim!r})": rules.evidence_on(record, claim) for claim in record.choices}
+    held: set[str | None] = {None}
+    for method, evidence in quoted.items():
+        if evidence not in held and not rules.evidence_holds(record, evidence or ""):
+            return method, f"returned {evidence!r}, expected evidence for which evidence_holds is True"
+        held.add(evidence)
+    possible = rules.possible_evidence(record)
+    if not any(rules.evidence_holds(record, evidence) for evidence in possible):
+        return (
+            "possible_evidence",
+            f"returned {possible!r}, expected some evidence for which evidence_holds is True",
+        )
+    evidence = rules.evidence_on(record, right) or quoted["correct_evidence"]
+    if evidence is not None and validates(rules) and rules.refutes(record, evidence, right):
+        return "refutes", f"is True of {evidence!r} and the right answer {right!r}, expected False"
+    return None

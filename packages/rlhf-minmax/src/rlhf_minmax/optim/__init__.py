@@ -1,1 +1,1 @@
-"""Updates of both players on two time scales: clipped policy gradients, look-ahead."""
+"""Updates of both players on two time scales: clipped policy gradients."""

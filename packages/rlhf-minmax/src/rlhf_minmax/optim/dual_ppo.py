@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.config.schedule import Turn, next_turn, smoothed
 from rlhf_minmax.constraints.controllers import (
     TRUTHFULNESS,
     Controller,
@@ -27,15 +25,9 @@ from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.dual_ascent import DualState
 from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.game.rates import spread_ratio, verdict_errors
-from rlhf_minmax.optim.extragradient import LookAhead
 from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
-from rlhf_minmax.players.past_players import Member, playing
 
 Metrics = dict[str, float | None]
-_OF_THE_FIRST = {"kl_start", "sampling_kl", "frac_groups_zero_std", "truth_to_judge_spread"}
-"""Metrics of the first batch of critiques if there are several: a step is measured on that one."""
-_FRESH = 500_000
-"""Seeds of a step's further batches of critiques are so far apart."""
 
 
 class DualPPOOptimizer:
@@ -69,10 +61,9 @@ class DualPPOOptimizer:
         self.policy_constraints = controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None
         self.monitor_constraints: dict[str, Controller] = {}
+        self._monitor_updates = config.training.monitor_updates_per_policy
         self.guard: MonitorGuard | None = None
         self.policy_guard: PolicyGuard | None = None
-        self.balanced_accuracy: float | None = None
-        self._ahead: dict[str, LookAhead] = {}
         dual = config.constraint.dual_settings()
         if config.training.monitor_updates_per_policy == 0:
             dual = replace(dual, rule="fixed")  # λ has no effect
@@ -109,7 +100,6 @@ class DualPPOOptimizer:
         *,
         seed: int,
         policy_learns: bool = True,
-        past_monitor: Member | None = None,
     ) -> Metrics:
         """One round of both players on one forward pass.
 
@@ -117,77 +107,41 @@ class DualPPOOptimizer:
             output: the pass.
             seed: of fresh critiques.
             policy_learns: false during the monitor's warm-up.
-            past_monitor: whose critiques pay the policy in place of the monitor's.
 
         Returns:
             Metrics under `monitor/`, `policy/`, `dual/`, `constraint/`, `dynamics/` and `guard/`.
         """
-        turn = self._turn(output, in_warmup=not policy_learns)
-        metrics: Metrics = {"dynamics/balanced_accuracy_ema": self.balanced_accuracy}
-        if turn.monitor_updates:
-            metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
-        self._land("monitor")
+        metrics: Metrics = {}
+        if self._monitor_updates:
+            metrics |= self.monitor_step(output, updates=self._monitor_updates)
         metrics |= self.dual_step(output.mean_violation)
-        if turn.monitor_updates and self.guard is not None:
+        if self._monitor_updates and self.guard is not None:
             metrics |= self._guarded(self.guard, output, metrics)
-        if turn.policy_learns:
-            metrics |= self._policy_turn(output, seed, past_monitor)
-        self._land("policy")
-        if turn.policy_learns and self.policy_guard is not None:
-            metrics |= self._policy_guarded(self.policy_guard, cast(float, metrics["policy/judged_value"]))
+        if policy_learns:
+            metrics |= self._policy_turn(output, seed)
         return metrics
 
-    @contextmanager
-    def looking_ahead(self) -> Iterator[None]:
-        """A step within this context moves the players, to look ahead, and nothing else but Adam's moments.
-
-        The next `step`, on a round that the players have played as they are then, is taken from where they
-        stood before; see `LookAhead`.
-        """
-        ahead = {role: LookAhead(player.stepper.trained) for role, player in self.players().items()}
-        accuracy, guards = self.balanced_accuracy, (self.guard, self.policy_guard)
-        self.guard = self.policy_guard = None
-        multipliers = [controller.to_dict() for controller in self._all_controllers()]
-        yield
-        self.balanced_accuracy, (self.guard, self.policy_guard) = accuracy, guards
-        for controller, state in zip(self._all_controllers(), multipliers, strict=True):
-            controller.load(state)
-        for each in ahead.values():
-            each.turn()
-        self._ahead = ahead
-
-    def _land(self, role: str) -> None:
-        """Take a player's move from where it began to look ahead, if it did."""
-        ahead = self._ahead.pop(role, None)
-        if ahead is not None:
-            ahead.land()
-
-    def _policy_turn(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Metrics:
-        """The policy's updates on reward and judge."""
-        judged = self._judged(output, seed, past_monitor)
+    def _policy_turn(self, output: MinMaxOutput, seed: int) -> Metrics:
+        """The policy's updates on reward and judge, and its guard; critiques are fresh ones."""
+        judged = self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed + 2)
         parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
         stories = torch.tensor([answer.story for answer in output.answers])
         spread = spread_ratio(*parts, stories)
         value = float((parts[0] + parts[1]).mean())
         metrics: Metrics = {"policy/reward_to_judge_spread": spread, "policy/judged_value": value}
-        return metrics | self.policy_step(output.answers, parts[0] + parts[1])
-
-    def _judged(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Tensor:
-        """(A,) judge scores of the policy's answers, the mean over fresh critiques or without any."""
-        with self._critic(past_monitor):
-            return self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed + 2)
-
-    def _critic(self, past_monitor: Member | None) -> AbstractContextManager[object]:
-        """The monitor as it is, or as it was."""
-        if past_monitor is None:
-            return nullcontext()
-        return playing(self.pipeline.players.monitor, past_monitor)
+        metrics |= self.policy_step(output.answers, parts[0] + parts[1])
+        if self.policy_guard is not None:
+            metrics |= self._policy_guarded(self.policy_guard, value)
+        return metrics
 
     def begin_step(self, step: int) -> dict[str, float]:
         """Set both players' learning rates for a step counted from 0; the rates and their ratio.
 
         The policy's schedule begins where it begins to learn.
         """
+        training = self.config.training
+        stands = training.monitor_steps is not None and step >= training.monitor_steps
+        self._monitor_updates = 0 if stands else training.monitor_updates_per_policy
         for player in self.players().values():
             player.observed_step = step + 1
         rates = {"policy/learning_rate": self.policy.begin_step(max(0, step - self._policy_starts))}
@@ -197,38 +151,15 @@ class DualPPOOptimizer:
                 rates["dynamics/lr_ratio"] = rates["monitor/learning_rate"] / rates["policy/learning_rate"]
         return rates
 
-    def end_step(self) -> None:
-        """Take both players' weights into their averages."""
-        for player in self.players().values():
-            player.end_step()
-
-    def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
-        schedule = self.config.schedule
-        errors = [rate for rate in verdict_errors(*output.labelled()) if rate is not None]
-        if errors:
-            accuracy = 1 - sum(errors) / len(errors)
-            self.balanced_accuracy = smoothed(self.balanced_accuracy, accuracy, schedule.smoothing)
-        updates = self.config.training.monitor_updates_per_policy
-        return next_turn(schedule, self.balanced_accuracy, monitor_updates=updates, in_warmup=in_warmup)
-
-    def monitor_step(self, output: MinMaxOutput, *, updates: int | None = None, seed: int = 0) -> Metrics:
-        """Inner updates of the monitor: on the critiques of one pass, or each on fresh critiques.
+    def monitor_step(self, output: MinMaxOutput, *, updates: int | None = None) -> Metrics:
+        """Inner updates of the monitor on the critiques of one pass.
 
         Args:
             output: the pass.
             updates: most updates; None for `monitor_updates_per_policy`, or 1 where that freezes it.
-            seed: of fresh critiques, which `schedule.monitor_refresh: resample` draws for all but the first.
         """
         updates = updates or max(1, self.config.training.monitor_updates_per_policy)
-        metrics = self._monitor_update(
-            output, updates if self.config.schedule.monitor_refresh == "reuse" else 1
-        )
-        if self.config.schedule.monitor_refresh == "resample":
-            for i in range(1, updates):
-                fresh = self.pipeline.criticise_again(output, seed=seed + _FRESH * i)
-                newest = self._monitor_update(fresh, 1)
-                sums = {name: metrics[name] + newest[name] for name in ("updates", "num_tokens")}
-                metrics = newest | {name: metrics[name] for name in _OF_THE_FIRST & metrics.keys()} | sums
+        metrics = self._monitor_update(output, updates)
         metrics |= self._move(self.monitor_constraints, self._monitor_violations(output.critiques))
         return {name if "/" in name else f"monitor/{name}": value for name, value in metrics.items()}
 
@@ -293,7 +224,7 @@ class DualPPOOptimizer:
             excess=self.dual.violation_ema - threshold,
             saturated=self.dual.multiplier >= self.config.constraint.lambda_max,
         )
-        if not guard.is_worse(self.dual.violation_ema):
+        if self._truth.is_off or not guard.is_worse(self.dual.violation_ema):
             sign = None
         collapsed = guard.observe(sign)
         if collapsed and self.config.guards.rollback:
@@ -302,15 +233,9 @@ class DualPPOOptimizer:
             self.monitor.forget()
             if state is not None:
                 self._truth.go_back(state["dual"])
-                self.balanced_accuracy = state["balanced_accuracy"]
         elif sign is None:
-            known = {"dual": self._truth.to_dict(), "balanced_accuracy": self.balanced_accuracy}
-            guard.remember(self.dual.violation_ema, threshold, known)
-        found = {
-            "guard/collapsed": float(sign is not None),
-            "guard/rollbacks": float(guard.rollbacks),
-            "dynamics/balanced_accuracy_ema": self.balanced_accuracy,
-        }
+            guard.remember(self.dual.violation_ema, threshold, {"dual": self._truth.to_dict()})
+        found = {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(guard.rollbacks)}
         return under_short_names(self._truth.metrics(output.mean_violation)) | found
 
     def _policy_guarded(self, guard: PolicyGuard, value: float) -> Metrics:
@@ -353,19 +278,6 @@ class DualPPOOptimizer:
         }
         return {name: measures[name]() for name in self.policy_constraints if name in measures}
 
-    @property
-    def keeps_averages(self) -> bool:
-        """Whether a player keeps an average of its weights."""
-        return any(player.average for player in self.players().values())
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Both players with their averaged weights, where they keep any."""
-        with ExitStack() as stack:
-            for player in self.players().values():
-                stack.enter_context(player.averaged())
-            yield
-
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the players' optimizer states into a folder; everything else, for the trainer's JSON.
 
@@ -381,7 +293,6 @@ class DualPPOOptimizer:
             "controllers": {each.name: each.to_dict() for each in self._all_controllers()},
             "guard": self.guard and self.guard.to_dict(),
             "policy_guard": self.policy_guard and self.policy_guard.to_dict(),
-            "balanced_accuracy": self.balanced_accuracy,
         }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -394,7 +305,6 @@ class DualPPOOptimizer:
             self.policy_guard.load(state["policy_guard"], folder / "good_policy")
         for controller in self._all_controllers():
             controller.load(state["controllers"][controller.name])
-        self.balanced_accuracy = state["balanced_accuracy"]
 
     def _all_controllers(self) -> list[Controller]:
         return [self._truth, *self.monitor_constraints.values(), *self.policy_constraints.values()]

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
 from rlhf_algos.process_group import all_reduce_gradients, is_main_process
 from rlhf_data import PackedBatch
-from rlhf_minmax.config.run import StepRule
-from rlhf_minmax.optim.extragradient import GameStep
 from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_models import PolicyModel, TokenLogps, ValueHead, hidden_states, score_hidden
 
@@ -49,14 +47,12 @@ class Stepper(ABC):
 
     Attributes:
         scorer: the module whose parameters are trained.
-        trained: what is stepped.
         optimizer: AdamW.
         lock_step: whether every process must make as many passes as the others.
         can_drop: whether gradients can be dropped before they became a step.
     """
 
     scorer: PlayerScorer
-    trained: list[Any]
     optimizer: Any
     lock_step = False
     can_drop = True
@@ -87,7 +83,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self) -> Tensor | None:
-        """One step; see `GameStep`. The norm of the gradient where `clip` does not give it."""
+        """One step. The norm of the gradient where `clip` does not give it."""
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next steps."""
@@ -101,14 +97,6 @@ class Stepper(ABC):
     @abstractmethod
     def weights_replaced(self) -> None:
         """Take up weights that were written into the player, and forget what belongs to the old ones."""
-
-    def state(self) -> dict[str, Tensor]:
-        """State of the step rule, for a checkpoint; plain steps have none."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned."""
-        del state
 
     def save(self, folder: Path, role: str) -> None:
         """Write the optimizer's state into a folder, where the players do not share it."""
@@ -126,7 +114,6 @@ class ReplicatedStepper(Stepper):
         scorer: the player with its critic.
         trained: its parameters.
         settings: of AdamW, as `create_optimizer` takes them.
-        rule: how a gradient becomes a step.
         max_grad_norm: 2-norm that gradients are scaled down to.
     """
 
@@ -136,12 +123,10 @@ class ReplicatedStepper(Stepper):
         trained: Sequence[nn.Parameter],
         settings: Mapping[str, Any],
         *,
-        rule: StepRule,
         max_grad_norm: float,
     ) -> None:
         self.scorer, self.trained, self.max_grad_norm = scorer, list(trained), max_grad_norm
         self.optimizer = create_optimizer(self.trained, **settings)
-        self.game_step = GameStep(self.trained, self.optimizer, rule)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Stepper`."""
@@ -158,20 +143,12 @@ class ReplicatedStepper(Stepper):
 
     def step(self) -> None:
         """See `Stepper`."""
-        self.game_step()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def weights_replaced(self) -> None:
         """See `Stepper`."""
         self.optimizer.state.clear()
-        self.game_step.load_state({})
-
-    def state(self) -> dict[str, Tensor]:
-        """See `Stepper`."""
-        return self.game_step.state()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Stepper`."""
-        self.game_step.load_state(state)
 
     def save(self, folder: Path, role: str) -> None:
         """See `Stepper`."""
@@ -196,7 +173,7 @@ class ShardedStepper(Stepper):
 
     def __init__(self, scorer: PlayerScorer, shared: ShardedGame, role: str) -> None:
         self.scorer, self.shared, self.role = scorer, shared, role
-        self.trained, self.optimizer = shared.trained(role), shared.optimizer
+        self.optimizer = shared.optimizer
         self.can_drop = not shared.parallel.deepspeed
         shared.begin(role)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config.run import Baseline, MinMaxConfig, PlayerConfig
 from rlhf_minmax.config.training import TrainingConfig
-from rlhf_minmax.optim.extragradient import IterateAverage
 from rlhf_minmax.optim.gradient_step import PlayerScorer, ReplicatedStepper, ShardedStepper, Stepper
 from rlhf_minmax.players.sharded import ShardedGame, new_critic
 from rlhf_models import PolicyModel
@@ -110,8 +108,6 @@ class PlayerOptimizer:
         else:
             self.critic = new_critic(player, config.seed) if settings.baseline == "critic" else None
             self.stepper = self._replicated(training)
-        decay = settings.average_decay
-        self.average = None if decay is None else IterateAverage(self.parameters, decay)
         self.observers: Observers | None = None
         self.observed_step: int | None = None
 
@@ -125,9 +121,7 @@ class PlayerOptimizer:
         }
         trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
         scorer = PlayerScorer(self.player, self.critic, settings.temperature)
-        return ReplicatedStepper(
-            scorer, trained, adamw, rule=settings.step_rule, max_grad_norm=self.max_grad_norm
-        )
+        return ReplicatedStepper(scorer, trained, adamw, max_grad_norm=self.max_grad_norm)
 
     def begin_step(self, step: int) -> float:
         """Set the learning rate of a step counted from 0, and return it."""
@@ -180,15 +174,6 @@ class PlayerOptimizer:
             self.stepper.train(False)
         computed = sum(all_gather([part.num_tokens for part in scored])) * int(metrics["updates"])
         return metrics | {"num_tokens": computed}
-
-    def end_step(self) -> None:
-        """Take the weights as they are after a step into their average."""
-        if self.average is not None:
-            self.average.update()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """The player with its averaged weights, if an average is kept; else as it is."""
-        return nullcontext() if self.average is None else self.average.applied()
 
     def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
         """This process's rollouts in packed batches, with idle ones where processes keep in step."""
@@ -284,31 +269,20 @@ class PlayerOptimizer:
         return measured
 
     def save(self, folder: Path, role: str) -> None:
-        """Write the optimizer's state, and what steps, average and critic remember, into a folder.
+        """Write the optimizer's state and the critic into a folder.
 
         Every process must call it.
         """
         self.stepper.save(folder, role)
-        if self.average is not None:
-            self.average.save(folder / f"{role}_average")
-        tensors = self.stepper.state()
-        if self.critic is not None and self.role is None:
-            tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
-        if tensors and is_main_process():
-            path = folder / f"{role}_memory.safetensors"
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, str(path))
+        if self.critic is not None and self.role is None and is_main_process():
+            tensors = self.critic.state_dict().items()
+            path = folder / f"{role}_critic.safetensors"
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors}, str(path))
 
     def load(self, folder: Path, role: str) -> None:
         """Take up what `save` wrote."""
-        path = folder / f"{role}_memory.safetensors"
-        tensors = load_file(str(path)) if path.exists() else {}
-        self.stepper.load_state(tensors)
-        if self.average is not None:
-            self.average.load(folder / f"{role}_average")
         if self.critic is not None and self.role is None:
-            self.critic.load_state_dict(
-                {name: tensors[f"critic.{name}"] for name in self.critic.state_dict()}
-            )
+            self.critic.load_state_dict(load_file(str(folder / f"{role}_critic.safetensors")))
         self.stepper.load(folder, role)
 
     def forget(self) -> None:

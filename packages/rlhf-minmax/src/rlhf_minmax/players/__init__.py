@@ -1,1 +1,1 @@
-"""Policy and monitor: their models, snapshots, past players and when one is met."""
+"""Policy and monitor: their models, snapshots, and past players."""

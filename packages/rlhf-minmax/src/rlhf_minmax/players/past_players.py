@@ -1,16 +1,13 @@
-"""Past players as opponents: snapshots of trained parameters, how one of them is chosen, and how it plays."""
+"""Past players: snapshots of trained parameters, which of them are kept, and how one plays."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -20,8 +17,9 @@ from rlhf_data import UserError
 from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 from rlhf_models import PolicyModel
 
-OpponentSampling = Literal["latest", "uniform", "prioritised"]
-_MEMBERS = "pool.json"
+MOST = 5
+"""Past versions of a player that are kept."""
+_MEMBERS = "members.json"
 
 
 @dataclass(frozen=True)
@@ -62,36 +60,17 @@ def playing(player: PolicyModel, member: Member) -> Iterator[PolicyModel]:
         fill(parameters, own)
 
 
-class OpponentPool:
-    """Past versions of one player, for the other one to play against.
+class PastPlayers:
+    """Past versions of one player, spread over the run.
 
-    A player trained against the newest opponent only may forget how to beat earlier ones and run in circles;
-    fictitious self-play answers to the whole history (Heinrich et al. 2015, "Fictitious self-play in
-    extensive-form games").
-
-    When the pool is over `size`, the member goes whose two neighbours in step are closest to each other, the
-    older one among equals; so the first and the newest stay, and the others spread over the history.
-
-    Args:
-        size: most members, at least 2; each takes the memory of the player's trained parameters. With 2 or 3
-            all but the newest stay as early as they are.
-        sampling: `latest`: the newest; `uniform`: any; `prioritised`: by `priorities`.
-
-    Raises:
-        ValueError: `size` is below 2.
+    When there are more than `MOST`, the one goes whose two neighbours in step are closest to each other, the
+    older one among equals; so the first and the newest stay. Each takes the memory of the player's trained
+    parameters.
     """
 
-    def __init__(self, size: int, sampling: OpponentSampling = "uniform") -> None:
-        if size < 2:
-            raise ValueError(f"size must be at least 2, got {size!r}")
-        self.size, self.sampling = size, sampling
-        self._members: list[Member] = []
-        self._payoffs: dict[int, float] = {}
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members, oldest first."""
-        return tuple(self._members)
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        """The oldest first."""
 
     def add(self, step: int, player: PolicyModel) -> None:
         """Take in the player as it is now.
@@ -99,47 +78,24 @@ class OpponentPool:
         Raises:
             ValueError: `step` is not above the newest member's.
         """
-        if self._members and step <= self._members[-1].step:
-            raise ValueError(f"step {step} is not above {self._members[-1].step}, the newest member's")
-        self._members.append(Member.of(step, player))
-        if len(self._members) > self.size:
-            steps = [member.step for member in self._members]
-            gone = min(range(1, self.size), key=lambda i: steps[i + 1] - steps[i - 1])
-            self._payoffs.pop(self._members.pop(gone).step, None)
-
-    def record(self, step: int, payoff: float) -> None:
-        """Note the learner's mean payoff, higher is better, in its last game against the member of `step`."""
-        self._payoffs[step] = payoff
-
-    def sample(self, rng: random.Random) -> Member:
-        """Choose an opponent.
-
-        Raises:
-            ValueError: the pool is empty.
-        """
-        if not self._members:
-            raise ValueError("the pool is empty; add a player first")
-        if self.sampling == "latest":
-            return self._members[-1]
-        if self.sampling == "uniform":
-            return rng.choice(self._members)
-        payoffs = [self._payoffs.get(member.step) for member in self._members]
-        return rng.choices(self._members, priorities(payoffs))[0]
+        if self.members and step <= self.members[-1].step:
+            raise ValueError(f"step {step} is not above {self.members[-1].step}, the newest member's")
+        self.members.append(Member.of(step, player))
+        if len(self.members) > MOST:
+            steps = [member.step for member in self.members]
+            del self.members[min(range(1, MOST), key=lambda i: steps[i + 1] - steps[i - 1])]
 
     def save(self, folder: Path, player: PolicyModel) -> None:
-        """Write members and payoffs of past versions of a player; every process must call it.
+        """Write the past versions of a player; every process must call it.
 
         Args:
             folder: a new one.
             player: tells how the members' parameters are split.
         """
         known = player.parameters()
-        rows = [
-            {"step": m.step, "tensors": len(m.parameters), "payoff": self._payoffs.get(m.step)}
-            for m in self._members
-        ]
+        rows = [{"step": m.step, "tensors": len(m.parameters)} for m in self.members]
         named = (
-            (f"{m.step}.{i}", known[i], part) for m in self._members for i, part in enumerate(m.parameters)
+            (f"{m.step}.{i}", known[i], part) for m in self.members for i, part in enumerate(m.parameters)
         )
         save_copies(folder, named)
         if is_main_process():
@@ -152,35 +108,12 @@ class OpponentPool:
             rows = json.loads((folder / _MEMBERS).read_text(encoding="utf-8"))
             like = {f"{row['step']}.{i}": known[i] for row in rows for i in range(row["tensors"])}
             tensors = {name: part.cpu() for name, part in load_copies(folder, like)}
-            members = [
+            self.members = [
                 Member(row["step"], tuple(tensors[f"{row['step']}.{i}"] for i in range(row["tensors"])))
                 for row in rows
             ]
         except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
             raise UserError(
-                f"{folder} cannot be read as a pool of opponents ({error}); resume from another checkpoint",
+                f"{folder} cannot be read as past players ({error}); resume from another checkpoint",
                 code="unreadable_file",
             ) from error
-        self._members = members
-        self._payoffs = {row["step"]: row["payoff"] for row in rows if row["payoff"] is not None}
-
-
-def priorities(payoffs: Sequence[float | None]) -> list[float]:
-    """Weights of prioritised fictitious self-play: f(p) = (1 - p)², for hard opponents.
-
-    Vinyals et al. 2019, "Grandmaster level in StarCraft II using multi-agent reinforcement learning"
-    (AlphaStar), https://doi.org/10.1038/s41586-019-1724-z, p being the chance that the learner wins. Here
-    are payoffs u in place of wins: p = sigmoid((u - mean u) / deviation of u) over the opponents played, 0.5
-    where all are equal. An opponent not played yet (None) has p = 0.
-
-    Returns:
-        Weights in (0, 1].
-    """
-    known = torch.tensor([payoff for payoff in payoffs if payoff is not None], dtype=torch.float64)
-    if not len(known):
-        return [1.0] * len(payoffs)
-    mean, deviation = float(known.mean()), float(known.std(correction=0)) or 1.0
-    return [
-        1.0 if payoff is None else float(torch.sigmoid(torch.tensor((mean - payoff) / deviation))) ** 2
-        for payoff in payoffs
-    ]

@@ -140,5 +140,6 @@ def _load(
     if config.use_lora:
         adapters = AdapterSet(add_adapters(model, roles, lora_settings(config), seed=seed))
         return {role: PolicyModel(None, tokenizer, adapters=adapters, adapter=role) for role in roles}
-    reference = copy.deepcopy(model).requires_grad_(False)
-    return {role: PolicyModel(copy.deepcopy(model), tokenizer, reference=reference) for role in roles}
+    trained = {role: copy.deepcopy(model) for role in roles}
+    reference = model.requires_grad_(False)
+    return {role: PolicyModel(trained[role], tokenizer, reference=reference) for role in roles}

@@ -164,10 +164,6 @@ class ShardedGame(TrainedModule):
         optimizer.register_step_post_hook(lambda *_: self._show_others())
         return optimizer, LambdaLR(optimizer, lambda _: 1.0)
 
-    def trained(self, role: str) -> list[nn.Parameter]:
-        """The trained parameters of a player and its critic, as they are between passes."""
-        return self._trained[role]
-
     def role_of(self, player: PolicyModel) -> str:
         """The role of a player."""
         return next(role for role, each in self.players.items() if each is player)
@@ -252,7 +248,7 @@ class ShardedGame(TrainedModule):
 
     def clip(self, role: str) -> Tensor | None:
         """See `Parallel.clip`."""
-        return self.parallel.clip(self.trained(role))
+        return self.parallel.clip(self._trained[role])
 
     def step_player(self, role: str) -> Tensor | None:
         """One step of a player; the norm of its gradient where `clip` does not give it."""
@@ -301,7 +297,7 @@ class ShardedGame(TrainedModule):
     def _state_keys(self) -> list[tuple[Any, str]]:
         """The tensors that the optimizer keeps moments of, and the role of each."""
         if not self.parallel.deepspeed:
-            return [(each, role) for role in self.players for each in self.trained(role)]
+            return [(each, role) for role in self.players for each in self._trained[role]]
         roles = [group["role"] for group in self._groups]
         own = self._deepspeed
         if not self.parallel.shards_weights:

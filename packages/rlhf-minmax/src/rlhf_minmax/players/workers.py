@@ -19,7 +19,7 @@ class GameWorkers:
     """Workers that hold all players; whichever is free samples for any of them.
 
     Weights travel for each player alone, whenever its trained parameters are no longer those that the workers
-    have; a past player or averaged weights in a player's place are other weights of it.
+    have; a past player in a player's place is other weights of it.
 
     Args:
         players: the players.

@@ -72,8 +72,8 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows what
     the run's doctor found, the headline metrics, the figures of training, of both players, of every
     constraint and of the outcome, sample exchanges, the break-even check, the prompts as the models saw
-    them, the device plan, the wall time, the usage of judges behind an API, the config and the
-    versions; a part the run did not record is named as missing.
+    them, the device plan, the wall time, the checks of a validator, the usage of judges behind an API, the
+    config and the versions; a part the run did not record is named as missing.
 
     Args:
         run_folder: A run with results.json; its config.json, metrics.jsonl and samples.jsonl are used.
@@ -96,7 +96,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         )
     samples = _read_samples(run_folder.path / "samples.jsonl")
     metrics, config = run_metrics(run_folder), run_folder.read_config()
-    usage = results.get("api_usage")
+    usage, checks = results.get("api_usage"), sections.validator(metrics, results, config)
     parts = [
         _header(run_folder.path.name, results, config),
         section("What the doctor said", _findings(results.get("findings"))),
@@ -110,6 +110,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),
         section("Device plan", _device_plan(results.get("device_plan") or [])),
         section("Wall time", _wall_time(results.get("wall_time") or {})),
+        *([section("Checks by the validator", checks)] if checks else []),
         *([section("Judges behind an API", _api_usage(usage))] if usage else []),
         section("Config", _config(config)),
         section("Versions", _versions(results.get("versions") or {})),
@@ -138,12 +139,24 @@ def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
         if data.get("train_data")
         else _WORLDS[str(data.get("world", "stories"))]
     )
+    judge = config.get("judge_model") or {}
+    checks = judge.get("checks", "monitor") if judge.get("kind") == "validator" else None
+    judged = _JUDGED[checks]
+    frozen = (config.get("training") or {}).get("monitor_updates_per_policy") == 0
+    second = (
+        "has a second model beside it, which is not trained here"
+        if frozen
+        else "trains a second model beside it"
+    )
+    held = (
+        ", while a multiplier λ grows as long as too many critiques are not true"
+        if (config.get("constraint") or {}).get("rule") != "fixed"
+        else ""
+    )
     done = (
         f"A language model, the policy, answers {rows}. It is paid by a reward model, which can be fooled. "
-        "Plain RLHF is the policy trained on that reward alone. MinMax trains a second model beside it: the "
-        "monitor criticises each answer, a judge reads the critique and says how likely the answer is to be "
-        "true, and the policy is paid for that too, while a multiplier λ grows as long as too many answers "
-        "are not true."
+        f"Plain RLHF is the policy trained on that reward alone. MinMax {second}: the "
+        f"monitor criticises each answer, {judged}, and the policy is paid for that too{held}."
     )
     measured = (
         "True accuracy is the share of held-out questions that are answered correctly. The hack rate is the "
@@ -179,7 +192,16 @@ def _listed(parts: Sequence[str]) -> str:
 _WORLDS = {
     "stories": "questions about short stories in which things move and gossip misleads",
     "sums": "questions about short stories with sums",
+    "reports": "questions about where everybody in a short story is, with a report of several claims",
 }
+_JUDGED = {
+    None: "a judge reads the critique and says how likely the answer is to be true",
+    "monitor": "a validator checks whether the critique refutes it",
+    "mixed": "a validator checks whether the critique refutes it, or a piece of evidence drawn at random",
+    "random": "a validator checks whether evidence drawn at random refutes it",
+    "all": "a validator checks whether any evidence refutes it",
+}
+"""What becomes of an answer, by who chooses a validator's checks; None for another judge."""
 _WHERE = {"before": "at the start", "plain": "after plain RLHF", "after": "after MinMax"}
 
 

@@ -189,7 +189,7 @@ _PANELS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     ),
     (
         "Multiplier λ and violation",
-        "λ rises while the smoothed violation is above its limit and falls below it.",
+        "λ, unless it is fixed, rises while the smoothed violation is above its limit and falls below it.",
         _dual_panel,
     ),
 )

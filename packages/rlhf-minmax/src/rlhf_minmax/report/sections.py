@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_minmax.report.outcome import (
 from rlhf_minmax.report.panels import minmax_panels
 from rlhf_minmax.report.trajectories import constraint_names, constraint_panels, phase_panel, player_panels
 
+_CALLS = "validator/calls"
 _TRUTHFULNESS = "truthfulness"
 """The constraint whose threshold is in the config's section `constraint`."""
 _CONSTRAINT_FACTS = (
@@ -55,12 +57,37 @@ def constraints(metrics: Rows, config: dict[str, Any]) -> str:
         for name in names
     ]
     head = ["At the end", "Limit", *(title for _, title in _CONSTRAINT_FACTS)]
-    note = "The violation is the smoothed one, which moves λ."
+    note = "The violation is the smoothed one, which moves λ unless λ is fixed."
     return (
         table(head, rows, numeric=True)
         + f'<p class="soft">{note}</p>'
         + _grid(constraint_panels(metrics, thresholds), small=True)
     )
+
+
+def validator(metrics: Rows, results: dict[str, Any], config: dict[str, Any]) -> str:
+    """How many checks a validator made, in all and per answer of the policy, HTML; nothing without one."""
+    calls = [row[_CALLS] for row in metrics if row.get(_CALLS) is not None]
+    if not calls:
+        return ""
+    total, answers = sum(calls), _sampled_answers(len(calls), results, config)
+    rows = [["Checks in all", f"{total:,}"]]
+    if answers:
+        rows += [["Answers of the policy", f"{answers:,}"], ["Checks per answer", number(total / answers, 2)]]
+    return "<p>While training, of the critiques for both players; each check is a call.</p>" + table(
+        ["", "Number"], rows, numeric=True, narrow=True
+    )
+
+
+def _sampled_answers(steps: int, results: dict[str, Any], config: dict[str, Any]) -> int | None:
+    """Answers of the policy in that many steps; the last one of an epoch has the stories that are left."""
+    stories = (results.get("labels") or {}).get("stories")
+    size = (config.get("training") or {}).get("batch_size")
+    group = (config.get("game") or {}).get("num_generations")
+    if not (stories and size and group):
+        return None
+    epochs, more = divmod(steps, math.ceil(stories / size))
+    return group * (epochs * stories + more * size)
 
 
 def outcome(metrics: Rows, results: dict[str, Any]) -> str:

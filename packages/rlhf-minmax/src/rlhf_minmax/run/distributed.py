@@ -48,13 +48,6 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
         return
     check_hardware(training.hardware(), job_device(), torch.float32, world_size=processes)
     sharding = "training.fsdp" if training.fsdp else "training.deepspeed"
-    if config.schedule.extragradient:
-        raise UserError(
-            f"schedule.extragradient puts weights back to where a step began, which {sharding} shards; set "
-            f"it false or leave {sharding} out",
-            code="cannot_be_sharded",
-            key="extragradient",
-        )
     whole = ["debug_gradient_flow"] if training.debug_gradient_flow else []
     whole += ["load_best_model_at_end"] if training.load_best_model_at_end else []
     whole += [f"optim {training.optim}"] if training.optim != "adamw_torch" else []
@@ -67,14 +60,6 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
         )
     if processes > 1 and shards_weights(training.hardware()):
         _check_quantised(config, sharding)
-    for name, player in _players(config).items():
-        if player.step_rule != "plain":
-            raise UserError(
-                f"{name}.step_rule {player.step_rule} needs whole gradients, which {sharding} shards; take "
-                f"step_rule plain or leave {sharding} out",
-                code="cannot_be_sharded",
-                key="step_rule",
-            )
 
 
 def _check_quantised(config: MinMaxConfig, sharding: str) -> None:

@@ -23,8 +23,8 @@ from rlhf_data import (
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.demo.builder import demo_folder
-from rlhf_minmax.evaluation.measure_game import CROSS_PLAYED
 from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.players.past_players import MOST
 from rlhf_minmax.players.players import share_backbone
 from rlhf_minmax.run.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
@@ -198,11 +198,10 @@ def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:
 
 
 def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
-    """At the start, at the end, of the plain policy, of averaged players, and on the way."""
+    """At the start, at the end, of the plain policy, and on the way."""
     training = config.training
     steps = training.num_steps(len(stories.train))
-    averages = any(p.average_decay is not None for p in (config.policy_model, config.monitor_model))
-    return 2 + config.baseline + averages + steps // (training.eval_steps or steps + 1)
+    return 2 + config.baseline + steps // (training.eval_steps or steps + 1)
 
 
 def _cache_tokens(
@@ -289,28 +288,21 @@ def _labels(stories: Stories) -> str:
 def _token_rows(
     config: MinMaxConfig, stories: Stories, streams: dict[str, StepTokens]
 ) -> list[tuple[str, str]]:
-    training, schedule, count = config.training, config.schedule, len(stories.train)
+    training, count = config.training, len(stories.train)
     policy, once = streams["policy"].packed * training.policy_updates, streams["monitor"].packed
     updates = training.monitor_updates_per_policy
-    monitor = once * _most_monitor_updates(config)
-    rounds = 2 if schedule.extragradient else 1
+    monitor = once * updates
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
     probes = config.diagnostics.best_response_updates * (once * max(1, updates) + policy)
-    total = rounds * (steps * monitor + learning * policy) + probes
+    total = steps * monitor + learning * policy + probes
     total += learning * policy if config.baseline else 0
     return [
         *((f"{role} tokens per update", str(stream)) for role, stream in streams.items()),
-        ("tokens per step", f"at most {rounds * (policy + monitor):,} in all updates"),
+        ("tokens per step", f"at most {policy + monitor:,} in all updates"),
         *([("tokens of best-response probes", f"at most {probes:,}")] if probes else []),
         ("tokens in all", f"at most {total:,}"),
         *_exploitability_row(config, stories),
     ]
-
-
-def _most_monitor_updates(config: MinMaxConfig) -> int:
-    """Of a step."""
-    updates, schedule = config.training.monitor_updates_per_policy, config.schedule
-    return schedule.max_monitor_updates if schedule.rule == "adaptive" and updates > 0 else updates
 
 
 def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
@@ -329,24 +321,21 @@ def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
 
 def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     """Requests to judges behind an API, if no text came twice."""
-    training, schedule, game = config.training, config.schedule, config.game
+    training, game = config.training, config.game
     count, held_out = len(stories.train), len(stories.held_out)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
     critiques, fresh = _num_critiques(config, stories)
-    played = 2 if schedule.extragradient else 1
-    batches = max(_most_monitor_updates(config), 1) if schedule.monitor_refresh == "resample" else 1
-    judged = played * batches * critiques + critiques // game.num_critiques  # answers without a critique, too
-    paid = played * fresh
+    judged = critiques + critiques // game.num_critiques  # answers without a critique, too
     evaluations = _num_evaluations(config, stories)
     evaluated, probed = evaluations * held_out, min(config.data.probe_stories, count)
     exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
     besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed + evaluations * exploited
     if rounds := config.diagnostics.best_response_updates:
-        besides += rounds * (batches * critiques + fresh) + _ASKED_OF_RESPONSE * held_out
-    if every := config.pool.every:
-        besides += min(CROSS_PLAYED, config.pool.size, steps // every) ** 2 * held_out
+        besides += rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * held_out
+    if every := config.diagnostics.cross_play_steps:
+        besides += min(MOST, steps // every) ** 2 * held_out
     requests = {
-        "judge": (judged + paid, steps * judged + learning * paid + besides),
+        "judge": (judged + fresh, steps * judged + learning * fresh + besides),
         "held-out judge": (0, evaluated + probed),
     }
     return [

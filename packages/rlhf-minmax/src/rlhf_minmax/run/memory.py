@@ -23,6 +23,7 @@ from rlhf_algos import (
 )
 from rlhf_data import UserError, apply_overrides
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
+from rlhf_minmax.players.past_players import MOST
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_minmax.run.checks import ModelInfo
 from rlhf_minmax.scorers.loading import scorer_hosts, scorer_sections
@@ -37,11 +38,9 @@ from rlhf_models import (
 )
 
 _COPY_BYTES = 4
-"""Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
+"""Per copied parameter, and per parameter of a scorer's adapter: fp32."""
 _GUARDED = 3
 """Copies of a player that its guard keeps: the last good one, the measured one and the newest."""
-_STEP_COPIES = {"plain": 0, "optimistic": 2}
-"""Gradients kept by a step: its own and those of the previous step."""
 _SUMMED = 1 << 26
 """Numbers of gradients that are added up in one message, see `all_reduce_gradients`."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -59,7 +58,7 @@ class Held:
         gathered: parts of the models here that are gathered together.
         activations: of the largest pass.
         cache: keys and values of the largest generation.
-        copies: parameters that are kept beside the trained ones, or gradients.
+        copies: parameters that are kept beside the trained ones.
     """
 
     trained: dict[str, int] = field(default_factory=dict)
@@ -90,9 +89,8 @@ def estimate_memory(
     - Adapters and critics, in fp32, are trained; so are players trained in full, with one frozen reference
       per model. Scorers that are adapters on a player's backbone take 4 bytes a parameter.
     - Gradients: of one player at a time, but under DeepSpeed, which has a place for each.
-    - Copies in fp32 of a player's P trained parameters: P for an average, P for extragradient steps, 2 P
-      for optimistic ones; on the CPU 3 P for `guards.rollback`, and `pool.size` times P of
-      both players for the pools. Of sharded players each process has its part.
+    - Copies in fp32, on the CPU, of a player's P trained parameters: 3 P for `guards.rollback`, 5 P for
+      `diagnostics.cross_play_steps`. Of sharded players each process has its part.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`. Keys and values of a
       generation: tokens held at a time x layers x 2 x key-value width.
     - Best-response probes: the larger player's gradients and moments again, and a copy of it on the CPU.
@@ -200,18 +198,16 @@ class _Planned:
         return dict.fromkeys(names, count)
 
     def _remembered(self, held: dict[torch.device, Held], counts: Mapping[str, int]) -> None:
-        """Add critics, averages, what step rules, guard and pools keep, and best-response probes."""
+        """Add critics, what guards and cross-play keep, and best-response probes."""
         config, cpu = self.config, held.setdefault(CPU, Held())
         for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
             on = held[self.place("policy" if share_backbone(config) else role)]
             if player.baseline == "critic":
                 on.trained[role] += self.models[role].config.get_text_config().hidden_size + 1
-            kept = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
-            on.copies += counts[role] * (kept + config.schedule.extragradient)
         if config.guards.rollback:
             cpu.copies += _GUARDED * (counts["policy"] + counts["monitor"])
-        if config.pool.every:
-            cpu.copies += config.pool.size * (counts["policy"] + counts["monitor"])
+        if config.diagnostics.cross_play_steps:
+            cpu.copies += MOST * (counts["policy"] + counts["monitor"])
         if config.diagnostics.best_response_updates:
             role = max(("policy", "monitor"), key=lambda role: counts[role])
             held[self.place(role)].probed = counts[role]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_algos import Clock, check_best_metric, versions
 from rlhf_algos.process_group import barrier, broadcast, is_main_process, world_size
-from rlhf_data import RunFolder, UserError, atomic_write_json
+from rlhf_data import RunFolder, UserError, atomic_write_json, json_hash
 from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.demo.builder import DemoModels
@@ -33,6 +33,7 @@ from rlhf_minmax.evaluation.measure_game import (
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.game.user_rules import check_consistent
 from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.report.page import run_metrics, write_minmax_report
 from rlhf_minmax.report.panels import minmax_figure
@@ -128,11 +129,10 @@ class MinMaxJob:
         self._say_how_it_ended(trainer)
         clock.lap("game")
         after = self._measure(game, stories, trainer)
-        table = past_against_past(pipeline, trainer.pools, stories.held_out)
+        table = past_against_past(pipeline, trainer.past, stories.held_out)
         after |= table.to_metrics() if table else {}
         samples += [row for row in self.run.read_lines("samples.jsonl") if "step" in row]
         samples += sample_exchanges(pipeline, shown, pipeline.players.policy, "minmax")
-        averaged = self._averaged(game, stories, trainer)
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
@@ -143,11 +143,10 @@ class MinMaxJob:
             "before": before,
             "plain": plain,
             "after": after,
-            "after_average": averaged,
             "cross_play": table and asdict(table),
             "best_response": responses,
             "labels": {"stories": len(stories.train), "labelled": len(stories.labelled)},
-            "findings": findings(self.run.read_metrics()),
+            "findings": self._findings(trainer),
             "break_even": check.to_dict(),
             "device_plan": device_rows(devices),
             "wall_time": clock.split(),
@@ -195,6 +194,8 @@ class MinMaxJob:
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
         stories = self.stories or load_stories(self.config)
+        if self.stories is not None:
+            check_consistent(stories.prompts.rules, stories.building)
         check_processes(self.config)
         devices = plan_devices(self.config)
         checked = check_run(self.config, stories, devices)
@@ -220,7 +221,7 @@ class MinMaxJob:
         self, game: Game, stories: Stories, clock: Clock, *, to_play: bool = False
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
-        path = self.run.path / _PREFLIGHT
+        path, texts = self.run.path / _PREFLIGHT, json_hash(stories.prompts.fingerprint())
         if not broadcast(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
@@ -239,9 +240,13 @@ class MinMaxJob:
             }
             if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
-                atomic_write_json(path, scales | found)
+                atomic_write_json(path, scales | found | {"texts": texts})
             barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved.get("texts", texts) != texts:
+            self.events.warning(
+                "data.rules have changed since this run began; the new ones are used from here"
+            )
         check = BreakEven(**saved["break_even"])
         scales, held = (
             {name: Scale(**saved[prefix + name]) for name in _SCALES} for prefix in ("", "held_out_")
@@ -329,6 +334,13 @@ class MinMaxJob:
             best = trainer.checkpoints.best()
             self.events.remark(f"the players are those of {best and best.name}, the best by {name}")
 
+    def _findings(self, trainer: MinMaxTrainer) -> list[dict[str, Any]]:
+        found = findings(self.run.read_metrics())
+        if (text := trainer.doctor.unjudged()) is not None:
+            self.events.warning(text)
+            found.append({"step": trainer.step, "text": text})
+        return found
+
     def _measure(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any]:
         dual, pipeline = trainer.optimizer.dual, game.pipeline
         metrics = measure_game(pipeline, stories.held_out, pipeline.players.policy, game.held_out)
@@ -337,14 +349,6 @@ class MinMaxJob:
             "dual/lambda": dual.multiplier,
             "monitor/calibration": calibration(pipeline, stories.held_out),
         }
-
-    def _averaged(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any] | None:
-        """Measure and save the players with averaged weights; None if none are kept."""
-        if not trainer.optimizer.keeps_averages:
-            return None
-        with trainer.optimizer.averaged():
-            self._save_players(game.pipeline, "final_average")
-            return self._measure(game, stories, trainer)
 
     def _save_players(self, pipeline: MinMaxPipeline, folder: str) -> None:
         players = pipeline.players

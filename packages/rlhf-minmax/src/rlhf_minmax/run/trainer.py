@@ -31,12 +31,10 @@ from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.rates import form_match
 from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
-from rlhf_minmax.players.league import OpponentPools
+from rlhf_minmax.players.past_players import PastPlayers
 from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.scorers.loading import HeldOut
 
-_AHEAD = 5
-"""Seeds of a step's round that looks ahead are so far from those of its other round, which are up to 2."""
 _SHOWN = 4
 """Held-out stories whose exchanges are kept on the way."""
 
@@ -95,7 +93,7 @@ class MinMaxTrainer:
         self.step = 0
         self.num_tokens = 0
         self.dynamics, self.doctor = Dynamics(), Doctor(config)
-        self.pools = OpponentPools(config.pool, config.seed)
+        self.past = {role: PastPlayers() for role in self.optimizer.players()}
         self._foreign = ""
         training = config.training
         if adversary:
@@ -130,7 +128,7 @@ class MinMaxTrainer:
         """Play from the current step to the last one, or until evaluations no longer get better.
 
         Raises:
-            TrainingStopped: SIGTERM or SIGINT came to one of the processes; the step is finished and saved.
+            TrainingStopped: a signal to stop came to one of the processes; the step is finished and saved.
             UserError: a player's loss is not finite, or evaluation does not give `metric_for_best_model`.
         """
         training = self.config.training
@@ -188,7 +186,6 @@ class MinMaxTrainer:
         torch.manual_seed(seed + rank())
         rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
-        self.optimizer.end_step()
         metrics |= rates
         if self.adversary and isinstance(judge, Validator):
             metrics["validator/calls"] = judge.calls - calls
@@ -230,24 +227,16 @@ class MinMaxTrainer:
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         learns = self.step >= self.config.training.num_warmup_steps(self.total_steps)
-        opponents = self.pools.choose(self.step, policy_learns=learns)
-        turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
-        judged = {"past_policy": opponents.policy, "criticised": self._next_criticised()}
-        ahead: dict[str, Any] = {}
-        if self.config.schedule.extragradient:
-            first = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, **judged)
-            with self.optimizer.looking_ahead():
-                ahead |= self.optimizer.step(first, seed=seed + _AHEAD, **turns)
-        output = self.pipeline.forward_pass(batch, seed=seed, **judged)
+        output = self.pipeline.forward_pass(batch, seed=seed, criticised=self._next_criticised())
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
         match, self._foreign = form_match(output.answers, self.pipeline.prompts.made_up)
         metrics["policy/form_match"] = match
-        metrics |= self.optimizer.step(output, seed=seed, **turns)
-        if self.config.pool.every is not None:
-            metrics |= self.pools.note(opponents, metrics)
-            self.pools.take_in(self.step + 1, self.pipeline.players)
-        return _join_tokens(metrics, ahead)
+        metrics |= self.optimizer.step(output, seed=seed, policy_learns=learns)
+        if _due(self.step + 1, self.config.diagnostics.cross_play_steps):
+            for role, trained in self.optimizer.players().items():
+                self.past[role].add(self.step + 1, trained.player)
+        return _join_tokens(metrics)
 
     def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         policy = self.pipeline.players.policy
@@ -294,7 +283,7 @@ class MinMaxTrainer:
             "doctor": self.doctor.to_dict(),
             "stopping": self.events.stopping.state(),
         }
-        shared, players = self.pipeline.shared, self.pipeline.players
+        shared = self.pipeline.shared
         if shared is not None:
             state["shared"] = shared.state()
         with self.checkpoints.writing_together(self.step, state, metrics=metrics) as folder:
@@ -302,8 +291,8 @@ class MinMaxTrainer:
                 with saving(shared, trained.player, outlined=True) as writes:
                     if writes:
                         trained.player.save_pretrained(folder / role)
-            if self.pools.policies.members:
-                self.pools.save(folder, players)
+            for role, past in self.past.items() if self.past["policy"].members else ():
+                past.save(folder / f"past_{role}", getattr(self.pipeline.players, role))
             if shared is not None:
                 shared.save(folder)
             barrier()
@@ -338,15 +327,16 @@ class MinMaxTrainer:
                 code="different_training_data",
             )
         self._load_players(folder, state)
-        if (folder / "past_policies").is_dir():
-            self.pools.load(folder, self.pipeline.players)
+        for role, past in self.past.items():
+            if (folder / f"past_{role}").is_dir():
+                past.load(folder / f"past_{role}", getattr(self.pipeline.players, role))
         self.dynamics = Dynamics(**state["dynamics"])
         self.doctor = Doctor(self.config, state["doctor"])
         self.events.stopping.load_state(state["stopping"])
         self.step, self.num_tokens = state["step"], state["num_tokens"]
 
     def _take_best(self, folder: Path) -> None:
-        """Put the players, their averages and the multipliers where the best checkpoint has them."""
+        """Put the players and the multipliers where the best checkpoint has them."""
         self._load_players(folder, CheckpointManager.read_state(folder))
 
     def _load_players(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -365,8 +355,7 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _join_tokens(metrics: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-    """One token count of both players, with those of other metrics of the step."""
-    names = ("policy/num_tokens", "monitor/num_tokens")
-    total = sum(each.pop(name, 0) for each in (metrics, *others) for name in names)
+def _join_tokens(metrics: dict[str, Any]) -> dict[str, Any]:
+    """One token count of both players."""
+    total = sum(metrics.pop(f"{role}/num_tokens", 0) for role in ("policy", "monitor"))
     return metrics | {"num_tokens": total}

@@ -206,7 +206,7 @@ class _Loader:
         if judge.kind == "rule":
             return RuleJudge()
         if judge.kind == "validator":
-            return Validator(prompts.rules)
+            return Validator(prompts.rules, judge.checks)
         if judge.kind == "api":
             return _api_judge(judge, seed=self.config.seed)
         if judge.kind == "prompted":

@@ -24,11 +24,14 @@ from rlhf_models.loading.pretrained import (
     load_tokenizer,
 )
 from rlhf_models.loading.shards import stand_ins
+from rlhf_models.loading.sources import check_undamaged
 
 if TYPE_CHECKING:  # see `is_adapted`
     from peft import LoraConfig, PeftModel
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of an adapter's settings, in the format of peft."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _BASE_PATH = "base_model.json"
 """Beside an adapter whose base is a folder: the way there from the adapter, for trees that are moved."""
 _FROM_HERE = "path_from_here"
@@ -43,12 +46,11 @@ def is_adapted(model: Any) -> bool:
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "default") -> PeftModel:
     """Freeze a model and put a saved LoRA adapter on it, to run with or to train further.
 
-    Args:
-        model: what the adapter was trained on, quantised or not; it is changed in place.
-        folder: what `save_adapter`, peft or TRL wrote.
-        adapter: name the adapter gets.
+    The folder is what `save_adapter`, peft or TRL wrote; the model, quantised or not, is changed in place.
     """
     from peft import PeftModel, get_peft_model
+
+    from rlhf_models.adapters.in_place import add_in_place
 
     config = adapter_config(folder)
     config.inference_mode = False
@@ -61,6 +63,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
             f"adapter folder {folder} does not fit this model: {error}", code="adapter_does_not_fit"
         ) from error
     assert isinstance(peft_model, PeftModel)
+    add_in_place(peft_model)
     load_adapter_weights(peft_model, folder, adapter=adapter)
     return peft_model.eval()
 
@@ -70,11 +73,8 @@ def add_saved_adapter(
 ) -> None:
     """Add a saved LoRA adapter to those that a model has; peft then changes which one is trainable.
 
-    Args:
-        model: what the adapter was trained on, with other adapters; it is changed in place.
-        folder: what `save_adapter`, peft or TRL wrote.
-        adapter: name the adapter gets.
-        without: names of modules, such as a classifier's head, that the adapter brings and the model lacks.
+    Modules in `without`, such as a classifier's head, are in the folder and not in the model, which is
+    changed in place.
     """
     config = adapter_config(folder)
     config.modules_to_save = config.exclude_modules = None
@@ -93,11 +93,7 @@ def load_adapter_weights(
 ) -> None:
     """Read a saved adapter's weights into an adapter that the model has, whose parameters stay in place.
 
-    Args:
-        model: the model.
-        folder: what `save_adapter`, peft or TRL wrote.
-        adapter: name of the model's adapter.
-        without: names of modules whose weights in the folder are passed over.
+    Weights in the folder of the modules in `without` are passed over.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -271,6 +267,7 @@ def _moved_with(folder: Path) -> list[Path]:
 
 def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter by name."""
+    check_undamaged(folder, ADAPTER_WEIGHTS)
     with _weights_file(folder) as path:
         return load_file(path)
 

@@ -69,6 +69,8 @@ def add_adapters(
     """
     from peft import PeftModel, get_peft_model
 
+    from rlhf_models.adapters.in_place import add_in_place
+
     if not names or len(set(names)) < len(names) or any("." in name or not name for name in names):
         raise ValueError(f"adapter names must be distinct, without dots, and at least one, got {list(names)}")
     config = _lora_config(model, settings or LoraSettings())
@@ -78,6 +80,7 @@ def add_adapters(
         for name in names[1:]:
             peft_model.add_adapter(name, config())
     assert isinstance(peft_model, PeftModel)
+    add_in_place(peft_model)
     return peft_model.eval()
 
 

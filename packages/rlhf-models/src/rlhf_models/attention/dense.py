@@ -64,11 +64,7 @@ def dense_blocks(
 ) -> DenseBlocks:
     """Cut the attention of a batch into blocks, blocks of similar size padded together.
 
-    Args:
-        tree: who sees whom.
-        window: number of latest positions a token sees, itself included; None for all.
-        dtype: dtype of the masks, that of the queries.
-        device: device of the result.
+    `window`: number of latest positions a token sees, itself included; None for all.
     """
     blocks = sorted(
         _blocks(tree, window), key=lambda b: (b.causal, len(b.keys), len(b.queries)), reverse=True

@@ -26,9 +26,6 @@ def keep_best(scores: np.ndarray, budget: int, *, protected: np.ndarray, units: 
         budget: tokens to keep, at most T.
         protected: (T,) bool, tokens that are kept in any case.
         units: (T,) number of the unit, such as the sentence, of each token, ascending from 0.
-
-    Raises:
-        UserError: more tokens are protected than the budget has.
     """
     count = int(protected.sum())
     if count > budget:

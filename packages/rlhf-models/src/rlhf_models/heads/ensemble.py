@@ -34,6 +34,7 @@ from rlhf_models.loading.pretrained import load_config
 
 EnsembleKind = Literal["independent", "adapters", "heads"]
 ENSEMBLE_FILE = "ensemble_config.json"
+"""The file that makes a folder a reward ensemble, and says which kind."""
 
 
 class RewardEnsemble(EnsembleScores):

@@ -18,6 +18,7 @@ from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.shards import ShardUnit
 
 Aggregate = Literal["mean", "std", "min", "mean_minus_std"]
+"""How the scores of an ensemble's members become one score."""
 
 
 class EnsembleScores(ShardUnit, nn.Module, ABC):
@@ -83,10 +84,7 @@ class EnsembleScores(ShardUnit, nn.Module, ABC):
     ) -> torch.Tensor:
         """Every member's scores (K, B) of B completions, fp32 on the CPU, without gradients.
 
-        Args:
-            prompts: B prompts.
-            completions: B completions.
-            max_tokens: budget in tokens for one forward pass; None runs all at once.
+        `max_tokens`: budget in tokens for one forward pass; None runs all at once.
         """
         pairs = zip(prompts, completions, strict=True)
         ids = [encode_scored(self.tokenizer, *pair, append_eos=self.append_eos) for pair in pairs]

@@ -24,6 +24,7 @@ from rlhf_models.heads.scalar_model import HeadModel, check_choice
 from rlhf_models.loading.fits import check_prompt_fits
 
 StepAggregate = Literal["min", "mean", "last", "product"]
+"""How the rewards of a solution's steps become one score."""
 DEFAULT_SEPARATOR = "\n"
 
 

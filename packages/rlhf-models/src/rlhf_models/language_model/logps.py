@@ -107,7 +107,7 @@ def check_packing(model: Any) -> None:
     largest = outputs.abs().max()
     tolerance = _EXACT if next(lm.parameters()).dtype == torch.float32 else _ROUGH
     for ids, path in zip(texts, paths, strict=True):
-        error = (outputs[path] - plain(ids)).abs().amax(-1)[-size:].mean() / largest
+        error = (outputs[path] - _finite(plain(ids), lm)).abs().amax(-1)[-size:].mean() / largest
         if not error <= tolerance:
             raise UserError(
                 f"{type(lm).__name__} cannot score packed streams: its outputs differ by a share of "
@@ -130,6 +130,17 @@ def check_packing(model: Any) -> None:
             code="cannot_be_packed",
             cause="other_texts",
         )
+
+
+def _finite(outputs: torch.Tensor, lm: torch.nn.Module) -> torch.Tensor:
+    """The outputs, if they are numbers."""
+    if not outputs.isfinite().all():
+        raise UserError(
+            f"{type(lm).__name__} has outputs that are not finite: its weights are damaged, or too large for "
+            f"{next(lm.parameters()).dtype}; check them, or load them in another dtype",
+            code="not_finite",
+        )
+    return outputs
 
 
 def _part_size(config: PreTrainedConfig) -> int:

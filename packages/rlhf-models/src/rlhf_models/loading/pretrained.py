@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,24 +25,29 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
-from rlhf_data import UserError, absolute_path, atomic_folder
+from rlhf_data import UserError, absolute_path, atomic_folder, is_out_of_memory
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config
 from rlhf_models.loading.saving import save_weights
-from rlhf_models.loading.shards import load_shards
-from rlhf_models.loading.sources import check_not_a_missing_path, check_on_hub
+from rlhf_models.loading.shards import forget_pages, load_shards, mapped_files
+from rlhf_models.loading.sources import (
+    INDEX_FILE,
+    check_not_a_missing_path,
+    check_on_hub,
+    check_undamaged,
+    check_whole,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = (
     "model.safetensors",
-    "model.safetensors.index.json",
+    INDEX_FILE,
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
 _OTHER_HEADS = ("lm_head.weight", "lm_head.bias", "score.weight", "score.bias", "embed_out.weight")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 _LOG = logging.getLogger(__name__)
 
 
@@ -101,9 +105,11 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         UserError: it is missing, cannot be read, or has no end-of-sequence token.
     """
     where = _checked_source(name_or_path, needs=())
+    check_undamaged(name_or_path, "tokenizer.json")
     try:
         tokenizer = _cached_first(_tokenizer_from_files, name_or_path)
-    except (*_LOAD_ERRORS, ImportError, TypeError) as error:
+    except Exception as error:
+        _pass_on(error)
         raise UserError(
             f"{where} has no tokenizer that can be loaded ({_first_line(error)}); "
             "expected tokenizer.json and tokenizer_config.json beside the model",
@@ -136,18 +142,11 @@ def load_model(
     Weights that the model needs and the files lack are an error; weights the model has no use for are
     logged as a warning.
 
-    Args:
-        auto_class: a class such as `AutoModelForCausalLM`.
-        name_or_path: see `load_causal_lm`.
-        dtype: see `load_causal_lm`.
-        quantization: what `quantization_config` returned.
-        device: see `load_causal_lm`.
-        config: the config to load with; None for the stored one.
-        may_lack: weights that may be missing, those of a new head: they are then random, and the head of
-            another kind in the files is passed over in silence.
-        sharded: see `load_causal_lm`.
+    Those that `may_lack` names, of a new head, may be missing: they are then random, and the head of another
+    kind in the files is passed over in silence.
     """
     where = _checked_source(name_or_path, needs=("config", "weights"))
+    check_undamaged(name_or_path, "*.safetensors")
     options: dict[str, Any] = {
         "dtype": _checked_dtype(dtype),
         "config": load_config(name_or_path) if config is None else config,
@@ -158,9 +157,8 @@ def load_model(
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
         model, info = _cached_first(load, name_or_path, output_loading_info=True, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except _LOAD_ERRORS as error:
+    except Exception as error:
+        _pass_on(error)
         raise UserError(
             f"{where} cannot be loaded: {_first_line(error)}", code="unreadable_weights"
         ) from error
@@ -195,7 +193,8 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     where = _checked_source(name_or_path, needs=("config",))
     try:
         return _cached_first(AutoConfig.from_pretrained, name_or_path)
-    except _LOAD_ERRORS as error:
+    except Exception as error:
+        _pass_on(error)
         if Path(name_or_path).is_dir():
             raise UserError(
                 f"the config.json of {where} cannot be read: {_first_line(error)}", code="unreadable_config"
@@ -212,7 +211,8 @@ def check_language_model(name_or_path: str | Path) -> None:
     Raises:
         UserError: it is one, or the config cannot be loaded.
     """
-    made = getattr(load_config(name_or_path), "architectures", None) or []
+    found = getattr(load_config(name_or_path), "architectures", None)
+    made = [str(name) for name in found] if isinstance(found, list) else []
     if any(name.endswith(_CLASSIFIERS) for name in made):
         raise UserError(
             f"{_checked_source(name_or_path, needs=())} is a reward model ({', '.join(made)}), which cannot "
@@ -222,13 +222,14 @@ def check_language_model(name_or_path: str | Path) -> None:
 
 
 def check_weights(name_or_path: str | Path) -> None:
-    """Check that a model's weights are in its folder, in the local cache or on the hub, without reading them.
+    """Check that a model's weights are in its folder, in the local cache or on the hub, without loading them.
 
     Raises:
-        UserError: they are not, or the hub cannot be reached.
+        UserError: they are not, a folder's are damaged (see `check_whole`), or the hub cannot be reached.
     """
     where = _checked_source(name_or_path, needs=("config", "weights"))
     if Path(name_or_path).is_dir():
+        check_whole(name_or_path)
         return
     for local_only in (True, False):
         if any(has_file(str(name_or_path), file, local_files_only=local_only) for file in _WEIGHT_FILES):
@@ -291,9 +292,8 @@ def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options:
     try:
         with _quiet_transformers(bars=False):
             return load(place, local_files_only=True, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except _LOAD_ERRORS as error:
+    except Exception as error:
+        _pass_on(error)
         _refuse_remote_code(place, error)
         if Path(name_or_path).is_dir():
             raise
@@ -304,6 +304,12 @@ def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options:
     except ValueError as error:
         _refuse_remote_code(place, error)
         raise
+
+
+def _pass_on(error: Exception) -> None:
+    """Raise an error again that is not about a model's files, of which transformers raises any other kind."""
+    if isinstance(error, UserError) or is_out_of_memory(error):
+        raise error
 
 
 def _refuse_remote_code(name: str, error: BaseException) -> None:
@@ -351,9 +357,11 @@ def _finish(model: Any, where: str) -> PreTrainedModel:
 
 def _align(model: nn.Module) -> None:
     """Move weights to where torch itself would put them: a CPU's kernels round otherwise at odd addresses."""
+    files = mapped_files()
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.data_ptr() % 64:
-            parameter.data = parameter.data.clone()
+            read, parameter.data = parameter.data, parameter.data.clone()
+            forget_pages(read, files)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_data import UserError, atomic_write_json
+from rlhf_models.loading.replacing import replacing_weights
 from rlhf_models.loading.shards import is_sharded, whole_value
+from rlhf_models.loading.sources import INDEX_FILE
 
 OUTLINE = "outline.json"
 """Stands for the weights of a model in a folder that has everything else."""
@@ -33,8 +35,14 @@ _LAYER = re.compile(r"^.*?\.\d+\.")
 def save_weights(model: PreTrainedModel, folder: str | Path) -> None:
     """Write config and weights of a model into a folder, as its `save_pretrained` does.
 
-    A sharded one has to be within `rlhf_models.loading.shards.gathering`; it is never held whole.
+    A sharded one has to be within `rlhf_models.loading.shards.gathering`; it is never held whole. Other
+    weights that lie in the folder are replaced.
     """
+    with replacing_weights(folder) as place:
+        _save_weights(model, place)
+
+
+def _save_weights(model: PreTrainedModel, folder: Path) -> None:
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         model.save_pretrained(folder)
         return
@@ -46,11 +54,11 @@ def save_weights(model: PreTrainedModel, folder: str | Path) -> None:
         model.generation_config.save_pretrained(folder)
     if (outlined := _OUTLINED.get()) is not None:
         prefix = next(f"{name}." for name, module in outlined.named_modules() if module is model)
-        atomic_write_json(Path(folder) / OUTLINE, {"prefix": prefix})
+        atomic_write_json(folder / OUTLINE, {"prefix": prefix})
         return
     kept = model.state_dict(keep_vars=True)  # without buffers that are computed
     named = ((n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept)
-    _write_weights(as_stored(model, ((name, whole_value(tensor)) for name, tensor in named)), Path(folder))
+    _write_weights(as_stored(model, ((name, whole_value(tensor)) for name, tensor in named)), folder)
 
 
 @contextlib.contextmanager
@@ -70,9 +78,7 @@ def outlines(module: nn.Module) -> Iterator[None]:
 def complete(folder: str | Path, named: Iterable[tuple[str, Tensor]]) -> None:
     """Write the weights of the models that `outlines` left out below a folder, a layer at a time.
 
-    Args:
-        folder: what was saved.
-        named: the weights by their names in the module that held the models, one model after another.
+    The weights have their names in the module that held the models, one model after another.
 
     Raises:
         UserError: the folder has an outline that the weights do not fill.
@@ -139,7 +145,15 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write tensors as `model.safetensors`, or as several files with an index where there are many."""
+    """Write tensors as `model.safetensors`, or as several files with an index where there are many.
+
+    Other weights that lie in the folder are replaced.
+    """
+    with replacing_weights(folder) as place:
+        _write_files(tensors, place)
+
+
+def _write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
@@ -165,7 +179,7 @@ def write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         (folder / f"model-{number:05d}.safetensors").rename(folder / final)
         places |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -33,12 +33,7 @@ _RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class Shards:
-    """This process's rows of a model's parameters, and its buffers whole.
-
-    Args:
-        parameters: by name, split over the processes along their first dimension; of one process whole.
-        buffers: by name.
-    """
+    """This process's rows of a model's parameters, and its buffers whole."""
 
     def __init__(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         self.parameters, self.buffers = parameters, buffers
@@ -96,12 +91,6 @@ def load_shards(
     """A deferred model of a stored one; every process must call it.
 
     transformers reads this process's slices of the files, converted to the model's names.
-
-    Args:
-        auto_class: a class such as `AutoModelForCausalLM`.
-        name_or_path: a model folder or a name on the hub.
-        config: the config to load with.
-        **options: further ones of `from_pretrained`.
 
     Returns:
         The model, and transformers' loading info.
@@ -203,7 +192,7 @@ def fill_deferred(
         then: called with every parameter when it is in place.
     """
     new: dict[int, nn.Parameter] = {}
-    files = _mapped_files()
+    files = mapped_files()
     for (shards, name), places in _by_source(root).items():
         rows = shards.parameters.pop(name)
         for parameter, owner, attribute in places:
@@ -216,7 +205,7 @@ def fill_deferred(
             )
             if then is not None:
                 then(owner[attribute])
-        _forget(_own(rows), files)
+        forget_pages(_own(rows), files)
     for module in root.modules():
         if (found := getattr(module, _DEFERRED, None)) is not None:
             shards, prefix = found
@@ -262,19 +251,21 @@ def _values(parameter: Any, rows: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def _mapped_files() -> list[tuple[int, int]]:
-    """Addresses, from and to, at which this process has files with weights mapped; known on Linux only."""
+def mapped_files() -> list[tuple[int, int]]:
+    """Addresses, from and to, at which this process has files mapped; known on Linux only."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    ranges = [line.partition(" ")[0].split("-") for line in lines if line.endswith(".safetensors")]
+    ranges = [line.partition(" ")[0].split("-") for line in lines if "/" in line]
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-def _forget(values: Tensor, files: list[tuple[int, int]]) -> None:
-    """Let go of the pages of the file that values were read from.
+def forget_pages(values: Tensor, files: list[tuple[int, int]]) -> None:
+    """Let go of the pages of the file that values were read from, which has them still.
 
     Else they, and those that the system mapped around them, count as this process's memory until the file
     is closed.
+
+    `files` are of `mapped_files`, after the values were read.
     """
     for start, end in files:
         if values.device.type == "cpu" and start <= values.data_ptr() < end:

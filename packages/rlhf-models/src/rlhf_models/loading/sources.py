@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import math
+import os
 from pathlib import Path
 
-from rlhf_data import UserError
+from safetensors import SafetensorError, safe_open
 
+from rlhf_data import CHECKSUMS_FILE, UserError, find_damage, has_checksums
+
+INDEX_FILE = "model.safetensors.index.json"
+"""Of a model in several files: which tensor is in which."""
 _LOG = logging.getLogger(__name__)
+_READ_UP_TO = 1 << 30
+"""Bytes that are read within a second or two."""
 _TIMEOUT_S = 10.0
 _HUB_STATES = {401: "is not there, or is private", 403: "is gated or private", 404: "is not there"}
 
@@ -23,6 +32,73 @@ def check_not_a_missing_path(name_or_path: str | Path) -> None:
             code="model_not_found",
             name=name,
         )
+
+
+def check_undamaged(folder: str | Path, *patterns: str, read_up_to: float = math.inf) -> None:
+    """Refuse a model folder some of whose files are not as `checksums.json`, if it has one, says they are.
+
+    Of several processes only the first one reads the files. A `checksums.json` that cannot be read is damage;
+    another program's says nothing.
+
+    Args:
+        folder: a folder, or a name on the hub, of which nothing is checked.
+        *patterns: of the files that are to be used, such as `*.safetensors`.
+        read_up_to: bytes of these files together above which only their sizes are compared.
+    """
+    folder = Path(folder)
+    if int(os.environ.get("RANK", "0")) or not has_checksums(folder):
+        return
+    damage = find_damage(folder, *patterns, read_up_to=read_up_to)
+    if damage is not None:
+        raise UserError(
+            f"model folder {folder} is damaged: {damage}; restore it or train it again, or delete its "
+            f"{CHECKSUMS_FILE} if the change was meant",
+            code="damaged_model",
+        )
+
+
+def check_whole(folder: str | Path) -> None:
+    """Refuse a model folder, or the base of an adapter's, whose weights cannot be loaded, as far as is cheap.
+
+    Sizes and headers of the files are looked at, and up to 1 GiB of them is read where there are checksums.
+
+    Args:
+        folder: a folder; of any other name nothing is checked.
+    """
+    folder = Path(folder)
+    if int(os.environ.get("RANK", "0")) or not folder.is_dir():
+        return
+    check_undamaged(folder, "*.safetensors", read_up_to=_READ_UP_TO)
+    try:
+        for path in _weight_files(folder):
+            with safe_open(path, framework="np"):
+                pass
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"model folder {folder} cannot be loaded: {reason}", code="unreadable_weights"
+        ) from error
+    if (base := _base_of(folder)) is not None:
+        check_whole(base)
+
+
+def _base_of(folder: Path) -> Path | None:
+    """The folder that an adapter's config names as its base, unless it is the adapter's own."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = Path(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):  # refused where the adapter is loaded
+        return None
+    return None if base.resolve() == folder.resolve() else base
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that are read when a folder's model is loaded."""
+    single, index = folder / "model.safetensors", folder / INDEX_FILE
+    if single.is_file() or not index.is_file():
+        return [path for path in (single, folder / "adapter_model.safetensors") if path.is_file()]
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]
 
 
 def check_available(name_or_path: str | Path) -> None:

@@ -21,12 +21,7 @@ _NOTE = (
 
 
 def subsets_section(column: Mapping[str, Any], figure: str = "") -> str:
-    """The table of a column's values, with what it shows.
-
-    Args:
-        column: one of `measure_subsets`.
-        figure: HTML that is shown beside the explanation.
-    """
+    """The table of a column's values, with what it shows."""
     unit = column["values"][0]["length_unit"]
     rows = [_row(each) for each in column["values"]]
     head = ["", "pairs", "prompts", f"{unit}, chosen", f"{unit}, rejected", "longer chosen, %", "floor, %"]

@@ -1,0 +1,1 @@
+"""Pictures of search trees: where the nodes go, and the page."""

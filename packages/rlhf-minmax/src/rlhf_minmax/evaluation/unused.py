@@ -1,0 +1,70 @@
+"""Settings that are given and do nothing beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from rlhf_minmax.config.constraints import DualConfig
+from rlhf_minmax.config.run import MinMaxConfig
+
+_GAINS = ("proportional_gain", "derivative_gain")
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+_NOT_TRAINED = "training.monitor_updates_per_policy is 0, and the monitor is not trained"
+
+
+def unused_settings(config: MinMaxConfig) -> list[str]:
+    """Settings that differ from their defaults and do nothing, with the setting that says so."""
+    found = []
+    for section, names, why in _unused(config):
+        values: Any = attrgetter(section)(config)
+        fields = type(values).model_fields
+        changed = [name for name in names if getattr(values, name) != fields[name].default]
+        if changed:
+            keys = " and ".join(f"{section}.{name}" for name in changed)
+            found.append(f"{keys} {'does' if len(changed) == 1 else 'do'} nothing: {why}")
+    return found
+
+
+def _unused(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Sections, names of settings in them that do nothing, and why."""
+    yield from _of_the_players(config)
+    for section, dual in _duals(config):
+        if dual.rule == "fixed":
+            names = ("step_size", "warmup_steps", "lambda_min", "lambda_max", *_GAINS)
+            yield section, names, f"{section}.rule is fixed"
+        elif dual.rule != "pid":
+            yield section, _GAINS, f"{section}.rule is {dual.rule}, not pid"
+    if config.training.monitor_updates_per_policy == 0:
+        yield "training", ("monitor_learning_rate", "monitor_steps"), _NOT_TRAINED
+        if config.training.monitor_warmup_steps:
+            why = f"{_NOT_TRAINED}; nobody learns in these steps, so set it to 0"
+            yield "training", ("monitor_warmup_steps",), why
+    if config.game.w_judge is not None:
+        why = f"game.w_judge is {config.game.w_judge:g}, and is not derived from the break-even weight"
+        yield "game", ("break_even_factor", "break_even_share"), why
+    if config.judge_model.checks == "all":
+        yield "game", ("policy_critiques",), "judge_model.checks is all, and all evidence is checked"
+    if config.data.train_data is not None:
+        yield "data", ("world",), "the stories come from data.train_data"
+
+
+def _of_the_players(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    for role in ("policy_model", "monitor_model"):
+        player = getattr(config, role)
+        if not player.use_lora:
+            yield role, _LORA, f"{role}.use_lora is false"
+        if player.baseline != "critic":
+            yield role, ("lam", "vf_coef"), f"{role}.baseline is {player.baseline}, not critic"
+
+
+def _duals(config: MinMaxConfig) -> Iterator[tuple[str, DualConfig]]:
+    """Every constraint that the game has, by its section."""
+    yield "constraint", config.constraint
+    for role in ("monitor", "policy"):
+        constraints = getattr(config.constraints, role)
+        for name in type(constraints).model_fields:
+            dual = getattr(constraints, name)
+            if dual is not None:
+                yield f"constraints.{role}.{name}", dual
