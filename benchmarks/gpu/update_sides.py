@@ -109,7 +109,9 @@ def dpo_ours(task: Task) -> list[dict[str, float]]:
     from rlhf_data import PreferenceDataset, PreferenceRecord
 
     count = task.prompts_per_step
-    settings, model, tokenizer = _ours(task, precompute_ref_log_probs=True, per_device_train_batch_size=count)
+    settings, model, tokenizer = _ours(
+        task, precompute_ref_log_probs=True, per_device_train_batch_size=count, max_length=None
+    )
     records = [PreferenceRecord(**row) for row in _pairs(task)]
     trainer = DPOTrainer(model, DPOConfig(**settings), PreferenceDataset(records, tokenizer))
     trainer.prepare()

@@ -31,7 +31,7 @@ def move(player, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in player.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
 
 
 def snapshot(player):

@@ -34,7 +34,7 @@ def memory(config: MinMaxConfig, model: Any, machine: Machine | None = None, **t
     """Bytes of the parts of the phases of the one device."""
     models = {"policy": info(model.config), "monitor": info(model.config)}
     sizes = {"pass_tokens": 0, "cache_tokens": 0} | tokens
-    (found,) = estimate_memory(config, models, DeviceManager(), machine, **sizes).values()
+    (found,) = estimate_memory(config, models, DeviceManager(num_gpus=0), machine, **sizes).values()
     return found
 
 
@@ -128,11 +128,13 @@ def test_past_players_are_kept_on_the_cpu() -> None:
     size, sizes = 4 * trained(tiny_model("llama")), {"pass_tokens": 0, "cache_tokens": 0}
     config = make("diagnostics.cross_play_steps=5")
     machine = plan_machine(1, "24GB")
-    found = estimate_memory(config, models, DeviceManager(), machine, **sizes)
+    found = estimate_memory(config, models, DeviceManager(num_gpus=0), machine, **sizes)
     gpu, cpu = found[torch.device("cuda", 0)], found[torch.device("cpu")]
     assert "copies" not in gpu["update"]
     assert cpu["update"] == {"copies": (2 * 3 + 2 * 5) * size}
-    alone = estimate_memory(make("guards.rollback=false"), models, DeviceManager(), machine, **sizes)
+    alone = estimate_memory(
+        make("guards.rollback=false"), models, DeviceManager(num_gpus=0), machine, **sizes
+    )
     assert (
         list(alone) == [torch.device("cuda", 0)] and "copies" not in alone[torch.device("cuda", 0)]["update"]
     )

@@ -222,7 +222,7 @@ def test_held_out_scorers_are_checked_and_measured() -> None:
     without = {name: info for name, info in models.items() if not name.startswith("held-out")}
 
     def weights(config: MinMaxConfig, models: dict[str, Any]) -> float:
-        planned = estimate_memory(config, models, DeviceManager(), pass_tokens=0, cache_tokens=0)
+        planned = estimate_memory(config, models, DeviceManager(num_gpus=0), pass_tokens=0, cache_tokens=0)
         (memory,) = planned.values()
         return memory["load"]["weights"]
 

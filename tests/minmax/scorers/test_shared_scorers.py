@@ -379,7 +379,7 @@ def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: P
 
     def weights(config: MinMaxConfig) -> float:
         models = inspect_models(config, load_stories(config))
-        planned = estimate_memory(config, models, DeviceManager({}), pass_tokens=0, cache_tokens=0)
+        planned = estimate_memory(config, models, DeviceManager(num_gpus=0), pass_tokens=0, cache_tokens=0)
         (memory,) = planned.values()
         return memory["load"]["weights"] - memory["update"]["moments"] / 2  # without what players train
 

@@ -78,7 +78,7 @@ def reduce_outputs(
     parts = [output.parts(real) for output, real in outputs]
     added = add(_stacked([added for added, _ in parts]).sum(0))
     highest = _stacked([highest for _, highest in parts])
-    highest = maximum(highest.amax(0)) if highest.numel() else highest.flatten()
+    highest = maximum(highest.amax(0)) if highest.numel() else added[:0]
     values = torch.cat([added, highest, *(x.detach().to(added).reshape(1) for x in others.values())]).tolist()
     metrics = {"loss": values[0] / total}
     at = 1
@@ -98,8 +98,7 @@ def reduce_outputs(
 
 def _stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
     """(micro-batches, values) in fp64, so that a sum does not depend on how a step was cut."""
-    device = rows[0][0].device if rows[0] else torch.device("cpu")
     if not rows[0]:
-        return torch.empty(len(rows), 0, device=device)
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.empty(len(rows), 0)
+    dtype = torch.float32 if rows[0][0].device.type == "mps" else torch.float64
     return torch.stack([torch.stack([value.detach().to(dtype).reshape(()) for value in row]) for row in rows])

@@ -159,7 +159,7 @@ class TreeAttention:
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`; on a CPU, tokens beyond the batch get the output of its first."""
         del layer
-        kernel = varlen_kernel(self._device_type, query.dtype, options)
+        kernel = varlen_kernel(self._device_type, query.dtype, query.shape[-1], options)
         _report_once(kernel or "scaled-dot-product attention in blocks", self._device_type)
         if kernel:
             if self._varlen is None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,13 +61,16 @@ class VarlenTables:
         return x.contiguous() if self.key_index is None else x.index_select(0, self.key_index)
 
 
-def varlen_kernel(device_type: str, dtype: torch.dtype, options: AttentionOptions) -> str | None:
+def varlen_kernel(
+    device_type: str, dtype: torch.dtype, head_dim: int, options: AttentionOptions
+) -> str | None:
     """The flash kernel for rows of variable length that can serve: flash-attn's, else torch's, else None."""
     if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash-attn varlen"
-    if options.softcap is None and options.dropout == 0.0 and torch.cuda.get_device_capability() >= (8, 0):
+    plain = options.softcap is None and options.dropout == 0.0 and head_dim % 8 == 0 and head_dim <= 256
+    if plain and torch.cuda.get_device_capability() >= (8, 0):
         return "torch varlen"
     return None
 
@@ -104,7 +110,19 @@ def run_varlen(
         *offsets,
         scale=options.scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query.shape[1] != key.shape[1]),
     )
     assert isinstance(output, torch.Tensor)
     return output
+
+
+def _grouped(is_grouped: bool) -> dict[str, Any]:
+    """How to ask for fewer key than query heads: torch 2.11 sees it by itself, later ones want it said."""
+    return {"enable_gqa": is_grouped} if _wants_grouping_said() else {}
+
+
+@cache
+def _wants_grouping_said() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
