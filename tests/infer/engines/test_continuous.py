@@ -159,7 +159,16 @@ def test_one_request_that_fails_fails_alone(lively_model: Any) -> None:
         batcher.submit([], 1, SamplingParams(3))
     with pytest.raises(ValueError, match="at least 1"):
         batcher.submit(PROMPTS[0], 0, SamplingParams(3))
-    wrong = batcher.submit([5, 10**6], 1, SamplingParams(3))  # no such token
+    for token in (10**6, -1):
+        with raises_error("unknown_token"):
+            batcher.submit([5, token], 1, SamplingParams(3))
+
+    def fail(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if 33 in given[0]:
+            raise IndexError
+
+    engine.model.get_input_embeddings().register_forward_pre_hook(fail)
+    wrong = batcher.submit([5, 33], 1, SamplingParams(3))
     assert isinstance(wrong.exception(), IndexError)
     assert len(batcher.submit(PROMPTS[0], 1, SamplingParams(3)).result()) == 1
     batcher.close()

@@ -179,6 +179,12 @@ def test_a_pass_that_fails_holds_no_blocks(lively_model: Any) -> None:
     )
     assert engine.prefixes is not None
     engine.generate(PROMPTS[:1], 1, SamplingParams(1))
+
+    def fail(*_: Any) -> None:
+        raise IndexError
+
+    hook = engine.model.get_input_embeddings().register_forward_pre_hook(fail)
     with pytest.raises(IndexError):
-        engine.generate([[*SYSTEM, 10**6]], 1, SamplingParams(1))  # no such token
+        engine.generate([[*SYSTEM, 9]], 1, SamplingParams(1))
+    hook.remove()
     assert engine.prefixes.stats.used == 0 and engine.prefixes.stats.known == 2

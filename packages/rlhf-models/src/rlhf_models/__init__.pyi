@@ -28,6 +28,7 @@ from rlhf_models.compression.eviction import snap_kv as snap_kv
 from rlhf_models.compression.eviction import streaming_llm as streaming_llm
 from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
+from rlhf_models.device_manager import make_deterministic as make_deterministic
 from rlhf_models.heads.classifiers import brings_head as brings_head
 from rlhf_models.heads.classifiers import check_scoring_model as check_scoring_model
 from rlhf_models.heads.classifiers import head_of as head_of

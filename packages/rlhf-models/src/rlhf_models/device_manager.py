@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,17 @@ ROLES = ("policy", "monitor", "reward", "judge")
 _GPU_OF_ROLE = {"policy": 0, "monitor": 0, "reward": 1, "judge": 2}
 _BF16_CAPABILITY = (8, 0)
 """Compute capability from which tensor cores take bfloat16 (NVIDIA Ampere)."""
+
+
+def make_deterministic() -> None:
+    """Have this process use CUDA kernels that give the same bits every time; on CPUs they do anyway.
+
+    Without it sums are added up in whatever order threads finish, so that two runs differ by rounding. It
+    has to come before the first matrix product, because cuBLAS reads its setting then.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ class HardwareConfig(BaseConfig):
     """Recompute each layer in the backward pass: less memory, a third more time."""
     activation_offloading: bool = False
     """Keep the layers' inputs in main memory until the backward pass; needs gradient_checkpointing, a GPU."""
+    full_determinism: bool = False
+    """On a GPU: kernels that give the same bits every time, so that a resumed run repeats one that was not
+    stopped; slower. On a CPU it is always so."""
     torch_compile: bool = False
     """Compile the model's layers with torch.compile; pays off on GPUs and in long runs."""
     deepspeed: LocalPath | None = None

@@ -38,6 +38,7 @@ from rlhf_models import (
     load_causal_lm,
     load_merged,
     load_tokenizer,
+    make_deterministic,
     quantization_config,
     save_model,
 )
@@ -110,6 +111,8 @@ def start_model(
     Raises:
         UserError: the model cannot be loaded, or does not go with the settings.
     """
+    if config.full_determinism:
+        make_deterministic()
     name = config.model_name_or_path
     options: dict[str, Any] = {"dtype": config.dtype, "device": job_device()}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}

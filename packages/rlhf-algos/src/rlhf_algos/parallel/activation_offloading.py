@@ -38,7 +38,7 @@ def offloaded_states(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def keep(value: Tensor) -> Tensor | _Moved:
-        weight = isinstance(value if value._base is None else value._base, nn.Parameter)
+        weight = _is_weight(value if value._base is None else value._base)
         small = value.numel() * value.element_size() < least_bytes
         if weight or small or not value.requires_grad or value.device.type != device.type:
             return value
@@ -59,3 +59,12 @@ def offloaded_states(
         return kept.copy.to(kept.device, non_blocking=True)
 
     return torch.autograd.graph.saved_tensors_hooks(keep, give_back)
+
+
+def _is_weight(value: Tensor) -> bool:
+    """Whether it is a parameter, or the copy of one in another dtype that autocast makes."""
+    if isinstance(value, nn.Parameter):
+        return True
+    before = value.grad_fn.next_functions if value.grad_fn is not None else ()
+    copied = value.grad_fn is not None and value.grad_fn.name() == "ToCopyBackward0"
+    return copied and isinstance(getattr(before[0][0], "variable", None), nn.Parameter)

@@ -41,6 +41,7 @@ from rlhf_models import (
     is_deferred,
     is_sharded,
     is_sharded_alone,
+    make_deterministic,
     use_partitioned_linears,
     whole_value,
 )
@@ -71,6 +72,8 @@ class Parallel:
         batch_size: int = 1,
         max_grad_norm: float = 1.0,
     ) -> None:
+        if config.full_determinism:
+            make_deterministic()
         self.precision, reason = choose_precision(config, device, dtype)
         self.fsdp, self.max_grad_norm = config.fsdp, max_grad_norm
         self._offload, self._offloads_states = config.fsdp_cpu_offload, config.activation_offloading

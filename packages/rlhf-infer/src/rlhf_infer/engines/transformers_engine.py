@@ -150,13 +150,23 @@ class TransformersEngine:
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Refuse prompts that are empty, or do not fit context and `max_batch_tokens` with a completion.
 
+        Tokens that the model does not have are refused too: on a GPU one would end everything that runs.
+
         Raises:
             UserError: a prompt is one of these.
         """
+        known = self.model.get_input_embeddings().num_embeddings
         limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
+            if not 0 <= min(prompt) <= max(prompt) < known:
+                token = next(token for token in prompt if not 0 <= token < known)
+                raise UserError(
+                    f"prompt {i} has the token {token}, and the model's tokens are 0 to {known - 1}; is the "
+                    "tokenizer the model's own?",
+                    code="unknown_token",
+                )
             if limit is not None and len(prompt) + max_new_tokens > limit:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "

@@ -52,6 +52,9 @@ class GameLoopConfig(BaseConfig):
     """Write a checkpoint every N steps; null: only at the end."""
     save_total_limit: int = Field(default=2, ge=1)
     """Checkpoints kept: the newest, and the best one if evaluations are compared."""
+    full_determinism: bool = False
+    """On a GPU: kernels that give the same bits every time, so that a resumed run repeats one that was not
+    stopped; slower. On a CPU it is always so."""
     deepspeed: LocalPath | None = None
     """JSON file of DeepSpeed settings (ZeRO-1, 2 or 3); run under torchrun."""
     fsdp: bool = False

@@ -44,7 +44,7 @@ from rlhf_minmax.run.events import Events, device_rows
 from rlhf_minmax.run.trainer import MinMaxTrainer
 from rlhf_minmax.scorers.api_usage import api_usage
 from rlhf_minmax.scorers.held_out import measure_held_out_scales
-from rlhf_models import DeviceManager
+from rlhf_models import DeviceManager, make_deterministic
 
 _PARTS = ("demo", "plain", "game", "evaluation")
 """Parts of a run's time."""
@@ -197,6 +197,8 @@ class MinMaxJob:
         if self.stories is not None:
             check_consistent(stories.prompts.rules, stories.building)
         check_processes(self.config)
+        if self.config.training.full_determinism:
+            make_deterministic()
         devices = plan_devices(self.config)
         checked = check_run(self.config, stories, devices)
         stories = checked.stories
