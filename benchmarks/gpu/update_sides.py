@@ -113,7 +113,7 @@ def dpo_ours(task: Task) -> list[dict[str, float]]:
         task, precompute_ref_log_probs=True, per_device_train_batch_size=count, max_length=None
     )
     records = [PreferenceRecord(**row) for row in _pairs(task)]
-    trainer = DPOTrainer(model, DPOConfig(**settings), PreferenceDataset(records, tokenizer))
+    trainer = DPOTrainer(model, DPOConfig(**settings), PreferenceDataset(records, tokenizer, max_length=None))
     trainer.prepare()
     examples = trainer.examples
     return [

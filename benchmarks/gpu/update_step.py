@@ -182,16 +182,16 @@ def summary(runs: list[dict[str, Any]], *, parameters: int, tokens: int) -> dict
     }
 
 
-def compare(base: Callable[[str], Task], method: str, repeats: int, **counts: int) -> dict[str, Any]:
-    """All sides of a method in turns, and their ratios to ours."""
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES[method]}
+def compare(base: Callable[[str], Task], sides: list[str], repeats: int, **counts: int) -> dict[str, Any]:
+    """Sides of a method in turns, and their ratios to ours."""
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for turn in range(repeats):
         for side in sorted(runs, reverse=bool(turn % 2)):
             if not runs[side] or "cannot" not in runs[side][0]:
                 runs[side].append(measure(base(side)))
-    sides = {side: summary(each, **counts) for side, each in runs.items()}
-    ours = sides["ours"]
-    for side, found in sides.items():
+    measured = {side: summary(each, **counts) for side, each in runs.items()}
+    ours = measured["ours"]
+    for side, found in measured.items():
         if side == "ours" or "cannot" in found or "cannot" in ours:
             continue
         tolerance = TOLERANCE["cpu" if found["device"] == "CPU" else "cuda"]
@@ -199,7 +199,7 @@ def compare(base: Callable[[str], Task], method: str, repeats: int, **counts: in
         found["same"] = all(abs(a - b) <= tolerance * max(abs(b), 1e-2) for a, b in pairs)
         found["speedup"] = found["seconds"] / ours["seconds"]
         found["memory_ratio"] = ours["memory_mb"] / found["memory_mb"]
-    return sides
+    return measured
 
 
 def parse() -> argparse.Namespace:
@@ -221,6 +221,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--sides", nargs="+", choices=SIDES["grpo"], default=list(SIDES["grpo"]))
+    parser.add_argument("--commit", help="where the files are a copy without their history")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,16 +232,20 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def described_commit() -> str:
+    """Of this checkout."""
+    command = ["git", "-C", str(HERE.parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     """Make models and rows, run every side, print what was measured."""
     options = parse()
     if options.work:
         work(Task(**json.loads(options.work)))
         return
-    commit = subprocess.run(
-        ["git", "-C", str(HERE.parent), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    report: dict[str, Any] = {"benchmark": "update_step", "commit": commit.stdout.strip(), "rows": []}
+    commit = options.commit or described_commit()
+    report: dict[str, Any] = {"benchmark": "update_step", "commit": commit, "rows": []}
     per_step = options.prompts_per_step
     for shape, prompt in itertools.product(options.shapes, options.prompts):
         with tempfile.TemporaryDirectory() as name:
@@ -258,9 +264,10 @@ def main() -> None:
                         str(folder), method, side, group, options.steps, per_step, options.new_tokens, *own
                     )
 
-                sides = compare(task, method, options.repeats, parameters=parameters, tokens=tokens)
+                sides = [side for side in SIDES[method] if side in {"ours", *options.sides}]
+                found = compare(task, sides, options.repeats, parameters=parameters, tokens=tokens)
                 row = {"method": method, "shape": shape, "prompt": prompt, "group": group, "tokens": tokens}
-                report["rows"].append(row | sides)
+                report["rows"].append(row | found)
                 print(json.dumps(report["rows"][-1]), file=sys.stderr, flush=True)
                 if options.output:
                     options.output.parent.mkdir(parents=True, exist_ok=True)
