@@ -83,7 +83,7 @@ def test_errors_name_key_value_and_expectation(values, message):
 SOURCE = SettingsSource(
     "minmax.json",
     (
-        *overrides_given(("seed=13", "training.kind = c", "training={sizes: [x]}")),
+        *overrides_given(("seed=13", "training.kind = c", "training={sizes: [x]}", "pool.size=3")),
         ("training.batch_size", "--batch-size"),
     ),
 )
@@ -97,6 +97,7 @@ SOURCE = SettingsSource(
         ({"training": {"sizes": ["x"]}}, "--set training={sizes: [x]}"),
         ({"extra_section": {"kind": "c"}}, "minmax.json"),
         ({"seeds": 1}, "minmax.json"),
+        ({"pool": {"size": 3}}, "minmax.json with --set pool.size=3"),
         ({"seed": 13}, "minmax.json with --set seed=13"),  # the config as a whole is refused
     ],
 )

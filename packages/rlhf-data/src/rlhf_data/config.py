@@ -85,7 +85,8 @@ class SettingsSource:
 
         Args:
             key: path of the value, of the section, or "" for the whole config.
-            reason: what is wrong; of a section or the whole, it names those given that have a part in it.
+            reason: what is wrong; of a section or the whole, it names those given that have a part in it;
+                none where the section itself is wrong, and with it all that is given inside.
         """
         own = [words for given, words in self.given if re.match(re.escape(given) + r"([.\[]|$)", key)]
         if own:
@@ -93,6 +94,8 @@ class SettingsSource:
         prefix = f"{key}." if key else ""
         inside = {k.removeprefix(prefix): words for k, words in self.given if k.startswith(prefix)}
         part = [words for k, words in inside.items() if re.search(rf"(?<![\w.]){re.escape(k)}(?!\w)", reason)]
+        if key and not reason:
+            part = list(inside.values())
         return f"{self.name} with {', '.join(dict.fromkeys(part))}" if part else self.name
 
 
@@ -335,10 +338,7 @@ def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) 
     if len(siblings) <= _LISTED:
         return f"unknown key {path}; valid keys are {', '.join(siblings)}"
     nearest = [by_name[name] for name in difflib.get_close_matches(key, by_name, cutoff=0.0)]
-    return (
-        f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}; "
-        "rlhf-train settings METHOD lists all"
-    )
+    return f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}"
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
