@@ -139,7 +139,7 @@ def test_a_server_follows_is_started_again_and_reports_its_loss(
         a_kill_changes_nothing(worker, engine, server)
         assert worker.follows(engine, model, prompts) == updated
 
-        stranger = VLLMServerEngine(server.url, tokenizer, timeout_s=5)
+        stranger = VLLMServerEngine(server.url, tokenizer, timeout_s=20)
         stranger.follow(engine.weights_name)
         assert server.pid is not None
         os.killpg(server.pid, signal.SIGSTOP)
