@@ -338,7 +338,10 @@ def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) 
     if len(siblings) <= _LISTED:
         return f"unknown key {path}; valid keys are {', '.join(siblings)}"
     nearest = [by_name[name] for name in difflib.get_close_matches(key, by_name, cutoff=0.0)]
-    return f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}"
+    return (
+        f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}; "
+        "rlhf-train settings METHOD lists all"
+    )
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
