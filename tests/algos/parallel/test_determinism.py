@@ -34,7 +34,8 @@ def test_two_runs_are_the_same(device: str) -> None:
     ]
 
     def run() -> list[float]:
-        model: Any = tiny_model("llama", vocab_size=32, seed=0).to(device)
+        model: Any = tiny_model("llama", vocab_size=32, seed=0)
+        model.to(device)
         settings = {"learning_rate": 1e-2, "max_steps": 6, "per_device_train_batch_size": 4}
         config = SFTConfig.from_dict(settings | {"full_determinism": True})
         norms: list[float] = []

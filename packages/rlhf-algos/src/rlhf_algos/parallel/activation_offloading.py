@@ -65,6 +65,7 @@ def _is_weight(value: Tensor) -> bool:
     """Whether it is a parameter, or the copy of one in another dtype that autocast makes."""
     if isinstance(value, nn.Parameter):
         return True
-    before = value.grad_fn.next_functions if value.grad_fn is not None else ()
-    copied = value.grad_fn is not None and value.grad_fn.name() == "ToCopyBackward0"
-    return copied and isinstance(getattr(before[0][0], "variable", None), nn.Parameter)
+    made = value.grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)
