@@ -13,7 +13,7 @@ from rlhf_models import tiny_model
 
 ON_GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU whose sums differ"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 

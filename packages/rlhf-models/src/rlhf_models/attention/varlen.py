@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +102,7 @@ def run_varlen(
         )
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _has_gqa_flag() else {}
     output = varlen_attn(
         query.contiguous(),
         key,
@@ -110,19 +110,15 @@ def run_varlen(
         *offsets,
         scale=options.scaling,
         window_size=(left, 0),
-        **_grouped(query.shape[1] != key.shape[1]),
+        **grouped,
     )
     assert isinstance(output, torch.Tensor)
     return output
 
 
-def _grouped(is_grouped: bool) -> dict[str, Any]:
-    """How to ask for fewer key than query heads: torch 2.11 sees it by itself, later ones want it said."""
-    return {"enable_gqa": is_grouped} if _wants_grouping_said() else {}
-
-
 @cache
-def _wants_grouping_said() -> bool:
+def _has_gqa_flag() -> bool:
+    """Whether grouped-query attention has to be enabled; torch 2.11 infers it from the shapes."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
