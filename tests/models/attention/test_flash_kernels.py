@@ -38,7 +38,7 @@ def tree_of_three_levels() -> PackedBatch:
 def test_outputs_and_gradients_are_those_of_blocks(
     dtype: torch.dtype, window: int | None, heads: int, groups: int, size: int
 ) -> None:
-    """Flash kernels need head dimensions divisible by 8, so a head dimension of 12 falls back to dense blocks."""
+    """Flash kernels need a head dimension divisible by 8; with 12 the dense blocks are used."""
     batch = tree_of_three_levels()
     generator = torch.Generator().manual_seed(0)
     shapes = [(batch.num_tokens, count, size) for count in (heads, groups, groups, heads)]

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ def run_varlen(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _has_gqa_flag() else {}
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _has_gqa_flag() else {}
     output = varlen_attn(
         query.contiguous(),
         key,
