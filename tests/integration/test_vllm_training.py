@@ -62,10 +62,9 @@ def test_training_with_a_server(server: VLLMServer, model: Path, tmp_path: Path)
         "story_rows": "32",
         "story_eval_rows": "4",
         "reward": "length:target=5",
-        "use_peft": str(adapters).lower(),
-        "lora_r": "8",
-        "vllm_sync_adapters": str(adapters).lower(),
     }
+    if adapters:
+        options |= {"use_peft": "true", "lora_r": "8", "vllm_sync_adapters": "true"}
     settings = [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
     command = [Path(sys.executable).with_name("rlhf-train"), "grpo", "--model", model, *settings]
     done = subprocess.run(

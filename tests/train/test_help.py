@@ -124,5 +124,5 @@ def test_an_unknown_key_names_a_few_and_where_all_are() -> None:
     from rlhf_train.cli import main
 
     refused = CliRunner().invoke(main, ["dpo", "--set", "zzzzzz=1"])
-    assert refused.exit_code == 2 and "rlhf-train settings" in refused.stderr
+    assert refused.exit_code == 2 and "rlhf-train settings dpo" in refused.stderr
     assert len(refused.stderr) < 300

@@ -16,7 +16,11 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def unused(*overrides: str) -> list[str]:
-    return unused_settings(MinMaxConfig.from_dict(apply_overrides({}, overrides)))
+    return of_run(MinMaxConfig.from_dict(apply_overrides({}, overrides)))
+
+
+def of_run(config: MinMaxConfig) -> list[str]:
+    return unused_settings(config, config.training.num_steps(config.data.train_stories))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,9 @@ def unused(*overrides: str) -> list[str]:
         ("game.break_even_factor=3", ["game.w_judge=1"]),
         ("game.policy_critiques=4", ["judge_model={kind: validator, checks: all}"]),
         ("data.world=sums", ["data.train_data=rows.jsonl"]),
+        ("training.monitor_steps=9", ["training.max_steps=9"]),
+        ("training.eval_steps=10", ["training.max_steps=9"]),
+        ("diagnostics.cross_play_steps=10", ["training.max_steps=9"]),
     ],
 )
 def test_what_does_nothing_is_named_with_the_setting_that_says_so(given: str, used_with: list[str]) -> None:
@@ -50,6 +57,7 @@ def test_what_does_nothing_is_named_with_the_setting_that_says_so(given: str, us
         ["training.monitor_updates_per_policy=0", "training.monitor_warmup_steps=0"],
         ["game.break_even_factor=3"],
         ["game.policy_critiques=4", "judge_model={kind: validator, checks: random}"],
+        ["training.monitor_steps=8", "diagnostics.cross_play_steps=9", "training.max_steps=9"],
     ],
 )
 def test_what_does_something_is_not(given: list[str]) -> None:
@@ -58,7 +66,7 @@ def test_what_does_something_is_not(given: list[str]) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("minmax_*.yaml")))
 def test_our_own_configs_set_nothing_in_vain(name: str) -> None:
-    assert unused_settings(MinMaxConfig.from_dict(load_config_file(CONFIGS / name))) == []
+    assert of_run(MinMaxConfig.from_dict(load_config_file(CONFIGS / name))) == []
 
 
 @pytest.mark.parametrize(

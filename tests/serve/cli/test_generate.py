@@ -98,6 +98,16 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     assert again.exit_code == 0 and len(read_lines(output)) == 8
 
 
+def test_a_refused_run_writes_nothing_and_loses_nothing(folders: Path, rows: Path, tmp_path: Path) -> None:
+    output, wrong = tmp_path / "new" / "out.jsonl", ("--draft-model", str(folders / "reward"))
+    assert run(folders, rows, output, *wrong).exit_code == 2
+    assert not output.parent.exists()
+    assert run(folders, rows, output).exit_code == 0
+    before = {path: path.read_bytes() for path in output.parent.iterdir()}
+    assert run(folders, rows, output, *wrong, "--overwrite").exit_code == 2
+    assert {path: path.read_bytes() for path in output.parent.iterdir()} == before
+
+
 def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tmp_path: Path) -> None:
     budget = run(folders, rows, tmp_path / "budget.jsonl", "--budget", "3")
     assert budget.exit_code == 0, budget.output

@@ -108,6 +108,7 @@ def test_a_tree_that_cannot_be_written_is_refused(folders: Path, rows: Path, tmp
     ):
         result = run("generate", folders, rows, output, *SEARCH, "--search-tree", str(path))
         assert result.exit_code == 2 and said in result.stderr, result.output
+        assert not output.exists()
     assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
 
 
@@ -165,4 +166,4 @@ def test_rows_without_the_rewards_column_are_refused_before_anything_is_drawn(
     for verb, options in (("generate", SEARCH), ("generate", ["--n", "2"]), ("label-steps", [])):
         result = run(verb, folders, rows, output, *options, "--overwrite", reward="number")
         assert result.exit_code == 2 and "number reads the column answer" in result.stderr, result.output
-        assert not output.read_text()
+        assert not output.exists()

@@ -28,10 +28,13 @@ def flag_of(name: str) -> str:
     return "--set" if name == "overrides" else f"--{name.replace('_', '-')}"
 
 
-def settings_source(options: dict[str, Any], keys_of: Mapping[str, Sequence[str]]) -> SettingsSource:
+def settings_source(
+    method: str, options: dict[str, Any], keys_of: Mapping[str, Sequence[str]]
+) -> SettingsSource:
     """What a command's settings come from: the config file, and what was given beside it.
 
     Args:
+        method: what `rlhf-train settings` calls the command; empty where it knows none.
         options: the command's.
         keys_of: the keys that each option is the value of.
     """
@@ -46,7 +49,8 @@ def settings_source(options: dict[str, Any], keys_of: Mapping[str, Sequence[str]
     distributed = options.get("distributed")
     files = [("distributed", str(distributed))] if distributed else []
     given = (*files, *overrides_given(options["overrides"]), *flags)
-    return SettingsSource(str(options["config"] or "config"), given)
+    listed_by = f"rlhf-train settings {method}" if method else ""
+    return SettingsSource(str(options["config"] or "config"), given, listed_by)
 
 
 def settings_options() -> list[Decorator]:

@@ -75,10 +75,12 @@ class SettingsSource:
         name: what holds whatever was not given beside it, such as a file's name.
         given: key and words of what was given beside it, such as `("training.seed", "--seed")`; of several
             with one key the last holds.
+        listed_by: the command that prints every key, which an unknown one is answered with; empty for none.
     """
 
     name: str = "config"
     given: tuple[tuple[str, str], ...] = ()
+    listed_by: str = ""
 
     def at(self, key: str, reason: str = "") -> str:
         """What a mistake comes from.
@@ -97,6 +99,12 @@ class SettingsSource:
         if key and not reason:
             part = list(inside.values())
         return f"{self.name} with {', '.join(dict.fromkeys(part))}" if part else self.name
+
+    def of_section(self, section: str) -> SettingsSource:
+        """What the values of a section come from, whose keys are relative to it."""
+        prefix = f"{section}."
+        inside = tuple((k.removeprefix(prefix), words) for k, words in self.given if k.startswith(prefix))
+        return SettingsSource(f"{self.name}: {section}", inside)
 
 
 def overrides_given(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -272,7 +280,7 @@ def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], source: S
     error = (unknown or errors)[0]
     path, owner, field = _locate(model, error["loc"])
     if unknown:
-        said = _explain_unknown(model, owner, path)
+        said = _explain_unknown(model, owner, path, source.listed_by)
         return UserError(f"{source.at(path)}: {said}", code="unknown_key", key=path)
     if error["type"] == "missing":
         said = f"key {path} is missing; give it a value"
@@ -323,7 +331,7 @@ def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
-def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) -> str:
+def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str, listed_by: str) -> str:
     prefix, _, key = path.rpartition(".")
     names = [field.alias or name for name, field in owner.model_fields.items()]
     siblings = [f"{prefix}.{name}" if prefix else name for name in names]
@@ -338,10 +346,8 @@ def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) 
     if len(siblings) <= _LISTED:
         return f"unknown key {path}; valid keys are {', '.join(siblings)}"
     nearest = [by_name[name] for name in difflib.get_close_matches(key, by_name, cutoff=0.0)]
-    return (
-        f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}; "
-        "rlhf-train settings METHOD lists all"
-    )
+    said = f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}"
+    return f"{said}; {listed_by} lists all" if listed_by else said
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -71,23 +72,24 @@ def write_rows(
 
 
 class Output:
-    """The output file of a run, and beside it the settings that made it."""
+    """The output file of a run, and beside it the settings that made it.
+
+    Nothing is written, and nothing that is there is lost, before the first rows are made.
+    """
 
     noun, marks_suffix = "rows", ".settings.json"
 
     def __init__(self, settings: FileSettings, rows: Sequence[dict[str, Any]]) -> None:
         self.path = Path(settings.output_path)
         self.marks = self.path.with_name(self.path.name + self.marks_suffix)
-        self.overwrite, self.rows = settings.overwrite, rows
+        self.overwrite, self.rows, self.begun = settings.overwrite, rows, False
         self.settings = {k: v for k, v in settings.to_dict().items() if k not in NOT_COMPARED}
 
     def resume(self) -> int:
         """How many rows of the input are done; what was written after them goes."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(self.path)
             if self.overwrite or not self.path.exists() or not self.path.stat().st_size:
-                self.path.write_bytes(b"")
-                self.mark(0)
                 return 0
             done, size = self.done()
             with open(self.path, "rb+") as file:
@@ -96,11 +98,14 @@ class Output:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror or error})", code="unwritable"
             ) from error
+        self.begun = True
         return done
 
     def add(self, rows: Sequence[dict[str, Any]], done: int) -> None:
         """Append the rows of a batch, after which `done` rows of the input are done."""
         try:
+            if not self.begun:
+                self._begin()
             with open(self.path, "ab") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
                 file.flush()
@@ -112,6 +117,12 @@ class Output:
                 code="unwritable",
             ) from error
         self.mark(done)
+
+    def _begin(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_bytes(b"")
+        self.mark(0)
+        self.begun = True
 
     def mark(self, done: int) -> None:
         """Write the marks; these have nothing that changes after the start."""
@@ -163,3 +174,14 @@ class Output:
                     "--output, or --overwrite",
                     code="different_config",
                 )
+
+
+def check_writable(path: Path) -> None:
+    """Raise `OSError` where the file cannot be written, or its folder not be made; writes nothing."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if there == path and path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if there != path and not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

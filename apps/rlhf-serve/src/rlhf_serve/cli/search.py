@@ -11,6 +11,7 @@ from rlhf_data import Text, UserError
 from rlhf_infer import SearchSettings, SearchTree, Selected, TreeSearch, extractor, read_trees, write_trees
 from rlhf_serve.cli.files import open_engine, sampling_params
 from rlhf_serve.cli.load import Parts
+from rlhf_serve.cli.output import check_writable
 from rlhf_serve.settings import BatchSettings
 
 
@@ -82,17 +83,16 @@ class TreeFile:
     """The file of the trees, row by row as the output, of which `done` rows are there; trees of others go."""
 
     def __init__(self, path: str, done: int) -> None:
-        self.path = Path(path)
-        trees = read_trees(path, done) if done else []
-        if len(trees) < done:
+        self.path, self.begun = Path(path), False
+        self.trees = read_trees(path, done) if done else []
+        if len(self.trees) < done:
             raise UserError(
-                f"{path} has {len(trees)} trees, the output {done} rows; choose another output, or "
+                f"{path} has {len(self.trees)} trees, the output {done} rows; choose another output, or "
                 "--overwrite",
                 code="different_config",
             )
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_trees(path, trees)
+            check_writable(self.path)
         except OSError as error:
             raise UserError(
                 f"the search tree {path} cannot be written ({error.strerror or error}); name another file",
@@ -101,6 +101,10 @@ class TreeFile:
 
     def append(self, trees: Sequence[SearchTree]) -> None:
         """Add the trees of the next rows."""
+        if not self.begun:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_trees(str(self.path), self.trees)
+            self.begun = True
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(line + "\n" for tree in trees for line in tree.lines())
             file.flush()

@@ -74,7 +74,7 @@ def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
         values["force"] = True
     if options["epochs"] is not None and options["max_steps"] is None:
         _put(values, "training.max_steps", -1)
-    return MinMaxConfig.from_dict(values, where=settings_source(options, _SETS))
+    return MinMaxConfig.from_dict(values, where=settings_source("minmax", options, _SETS))
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

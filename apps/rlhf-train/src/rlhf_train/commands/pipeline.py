@@ -39,7 +39,7 @@ def run_pipeline(options: dict[str, Any]) -> bool:
     console = make_console()
     values, root = _values(options)
     resumed = options["config"] is None
-    source = str(root / "config.json") if resumed else settings_source(options, {})
+    source = str(root / "config.json") if resumed else settings_source("", options, {})
     config = PipelineConfig.from_dict(values, where=source)
     selection = Selection(tuple(options["stage"]), options["from_stage"], options["until"])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.process_group import barrier, is_main_process
-from rlhf_data import RunFolder, UserError, apply_overrides
+from rlhf_data import RunFolder, SettingsSource, UserError, apply_overrides, overrides_given
 from rlhf_train.commands.dummy_data import create_dummy_data
 from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
@@ -48,17 +49,18 @@ def run_rlhf(options: dict[str, Any]) -> None:
         values = of_method(_JOB, run.read_config(), where)
         config = RLHFConfig.from_dict(values, where=where)
         _check(config, run)
-        _work(config, run, options)
+        _work(config, run, options, SettingsSource(where))
         return
     if options["create_dummy_data"] is not None:
         options = {**options, "data": _dummy_data(options)}
-    config = resolve_config(options)
+    source = settings_source(_JOB, options, _keys_of())
+    config = resolve_config(options, source)
     with run_of_all(options, _JOB) as run:
         _check(config, run)
         if options["dry_run"]:
-            _plan(config, run)
+            _plan(config, run, source)
         else:
-            _work(config, run, options)
+            _work(config, run, options, source)
 
 
 def _dummy_data(options: dict[str, Any]) -> str:
@@ -76,14 +78,14 @@ def _dummy_data(options: dict[str, Any]) -> str:
     return folder
 
 
-def resolve_config(options: dict[str, Any]) -> RLHFConfig:
+def resolve_config(options: dict[str, Any], source: SettingsSource) -> RLHFConfig:
     """The settings: the config file, then `--set`, then the options, each over the one before."""
     from rlhf_algos import STAGES, RLHFConfig
 
-    source = options["config"]
-    where = str(source) if source else "config"
-    values = of_method(_JOB, load_settings(source) if source else {}, where)
-    values = apply_overrides(values, options["overrides"])
+    values = load_settings(options["config"]) if options["config"] else {}
+    values = apply_overrides(of_method(_JOB, values, source.name), options["overrides"])
+    sections = {stage: values[stage] for stage in STAGES if isinstance(values.get(stage), dict)}
+    written = [stage for stage, section in sections.items() if section.keys() - {*_OF_EACH_STAGE.values()}]
     for name, key in _KEY_OF_OPTION.items():
         if options[name] not in (None, ()):
             values[key] = options[name]
@@ -103,7 +105,30 @@ def resolve_config(options: dict[str, Any]) -> RLHFConfig:
     if model_config is not None:
         first = next(iter(values.get("stages", STAGES)), STAGES[0])
         values[first] = {**values.get(first, {}), "model_config": model_config}
-    return RLHFConfig.from_dict(values, where=settings_source(options, _keys_of()))
+    config = RLHFConfig.from_dict(values, where=source)
+    _refuse_unused(config, written, options["overrides"])
+    return config
+
+
+def _refuse_unused(config: RLHFConfig, written: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuse settings of stages that do not run; only those of a file may wait for another run."""
+    from rlhf_algos import STAGES
+
+    if config.embedded and (unused := [stage for stage in written if stage != "ppo"]):
+        raise UserError(
+            f"{unused[0]} has settings, but without data its model is the one of rlhf-train minmax; leave "
+            f"{unused[0]} out, or give data",
+            code="stage_not_run",
+            key=unused[0],
+        )
+    for key, words in overrides_given(overrides):
+        stage = key.partition(".")[0]
+        if stage in STAGES and stage not in config.stages:
+            raise UserError(
+                f"{words}: the stage {stage} does not run; leave it out, or name the stage with --stage",
+                code="stage_not_run",
+                key=key,
+            )
 
 
 def _keys_of() -> dict[str, tuple[str, ...]]:
@@ -122,7 +147,7 @@ def _check(config: RLHFConfig, run: RunFolder) -> None:
         check_inputs(config)
 
 
-def _plan(config: RLHFConfig, run: RunFolder) -> None:
+def _plan(config: RLHFConfig, run: RunFolder, source: SettingsSource) -> None:
     from rlhf_algos import RLHFTrainer, plan_training
     from rlhf_train.commands.rlhf_story import story_plan
     from rlhf_train.display.training import TrainingDisplay
@@ -130,14 +155,14 @@ def _plan(config: RLHFConfig, run: RunFolder) -> None:
     with TrainingDisplay(quiet=not is_main_process()) as display, tempfile.TemporaryDirectory() as folder:
         if config.embedded:
             config = story_plan(config, Path(folder))
-        for stage, settings in RLHFTrainer(config, run).plannable().items():
+        for stage, settings in RLHFTrainer(config, run, source=source).plannable().items():
             display.stage(stage)
             plan = plan_training(stage, settings)
             rows = [(label, text.replace(f"{folder}/", "")) for label, text in plan["rows"]]
             display.show_plan({**plan, "rows": rows})
 
 
-def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any]) -> None:
+def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any], source: SettingsSource) -> None:
     from rlhf_algos import RLHFTrainer
     from rlhf_train.commands.rlhf_story import rows_for, story_stages
     from rlhf_train.display.training import TrainingDisplay
@@ -146,9 +171,14 @@ def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any]) -> None:
     display = TrainingDisplay(shown, quiet=not is_main_process())
     with display, resumable(run, _JOB, trains=not options["eval_only"]), rows_for(run):
         if config.embedded:
-            config = story_stages(config, run, display)
+            config = story_stages(config, run, display, source)
         job = RLHFTrainer(
-            config, run, on_stage=display.stage, on_report=display.on_report, progress=display.progress
+            config,
+            run,
+            on_stage=display.stage,
+            on_report=display.on_report,
+            progress=display.progress,
+            source=source,
         )
         results = job.evaluate_only() if options["eval_only"] else job.train()
         for stage, found in results["stages"].items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_algos import STAGES, RLHFConfig, RLHFTrainer
 from rlhf_algos.process_group import barrier, is_main_process
-from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
+from rlhf_data import QARecord, RunFolder, SettingsSource, UserError, atomic_write_text
 from rlhf_minmax import (
     MinMaxConfig,
     StoryRules,
@@ -45,7 +45,9 @@ _PPO: dict[str, Any] = {
 }
 
 
-def story_stages(config: RLHFConfig, run: RunFolder, display: TrainingDisplay) -> RLHFConfig:
+def story_stages(
+    config: RLHFConfig, run: RunFolder, display: TrainingDisplay, source: SettingsSource
+) -> RLHFConfig:
     """The settings for PPO on stories, its policy and its reward model built now or taken from the cache.
 
     The models are those of `rlhf-train minmax` with the same seed: careless demonstrations fine-tune the
@@ -55,7 +57,7 @@ def story_stages(config: RLHFConfig, run: RunFolder, display: TrainingDisplay) -
     check_built(game, stories)
     models = demo_folder(stories.building, stories.prompts, game.demo_settings(), seed=config.seed)
     found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
-    RLHFTrainer(found, run).resolved()  # a wrong setting is not to wait for the models
+    RLHFTrainer(found, run, source=source).resolved()  # a wrong setting is not to wait for the models
     if is_main_process():
         run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
     display.say(

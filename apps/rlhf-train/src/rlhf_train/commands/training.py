@@ -71,7 +71,7 @@ def resolve_config(method: str, options: dict[str, Any]) -> JobConfig:
     values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
     keys_of = {name: (key,) for name, key in _KEY_OF_OPTION.items()}
-    origin = settings_source(options, keys_of)
+    origin = settings_source(method, options, keys_of)
     return METHODS[method].resolve(values | given | _given_length(options), where=origin)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig, Stage
 from rlhf_algos.jobs.training_job import TrainingJob
 from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import RunFolder, UserError, atomic_write_json, finite, remove_folder
+from rlhf_data import RunFolder, SettingsSource, UserError, atomic_write_json, finite, remove_folder
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _EVALUATION = "config.json", "evaluation.json"
@@ -39,6 +39,7 @@ class RLHFTrainer:
         on_stage: called with the name of each stage as it begins.
         on_report: see `TrainingJob`.
         progress: see `BaseTrainer`.
+        source: what the settings come from, which refusals name.
     """
 
     config: RLHFConfig
@@ -46,6 +47,7 @@ class RLHFTrainer:
     on_stage: Callable[[Stage], None] | None = None
     on_report: OnReport | None = None
     progress: bool | None = False
+    source: SettingsSource = field(default_factory=SettingsSource)
 
     def train(self) -> dict[str, Any]:
         """Run every stage that is not finished; the results of all.
@@ -142,7 +144,7 @@ class RLHFTrainer:
                 values = {**METHODS[stage].tiny, **values}
         if stage == "ppo" and not values.get("reward"):
             values["reward"] = (config.reward_model or self._left_by("reward"),)
-        return METHODS[stage].resolve(values, where=stage)
+        return METHODS[stage].resolve(values, where=self.source.of_section(stage))
 
     @property
     def _tiny(self) -> bool:

@@ -244,7 +244,7 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
                 f"{role}_model.lora_dropout {player.lora_dropout} makes log-probs in training differ from "
                 "those at sampling, so that probability ratios are noise; set it to 0"
             )
-    return [text for text in (*found, *unused_settings(config)) if text]
+    return [text for text in (*found, *unused_settings(config, steps)) if text]
 
 
 def _unpaid(config: MinMaxConfig) -> list[str]:

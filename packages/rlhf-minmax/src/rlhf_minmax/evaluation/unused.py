@@ -14,10 +14,10 @@ _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 _NOT_TRAINED = "training.monitor_updates_per_policy is 0, and the monitor is not trained"
 
 
-def unused_settings(config: MinMaxConfig) -> list[str]:
-    """Settings that differ from their defaults and do nothing, with the setting that says so."""
+def unused_settings(config: MinMaxConfig, steps: int) -> list[str]:
+    """Settings that differ from their defaults and do nothing in a run of `steps` steps, and why."""
     found = []
-    for section, names, why in _unused(config):
+    for section, names, why in (*_unused(config), *_too_late(config, steps)):
         values: Any = attrgetter(section)(config)
         fields = type(values).model_fields
         changed = [name for name in names if getattr(values, name) != fields[name].default]
@@ -48,6 +48,17 @@ def _unused(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
         yield "game", ("policy_critiques",), "judge_model.checks is all, and all evidence is checked"
     if config.data.train_data is not None:
         yield "data", ("world",), "the stories come from data.train_data"
+
+
+def _too_late(config: MinMaxConfig, steps: int) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    why = f"the run has {steps} steps"
+    for section, name in (("training", "eval_steps"), ("diagnostics", "cross_play_steps")):
+        every = getattr(getattr(config, section), name)
+        if every is not None and every > steps:
+            yield section, (name,), why
+    stands = config.training.monitor_steps
+    if stands is not None and stands >= steps and config.training.monitor_updates_per_policy:
+        yield "training", ("monitor_steps",), why
 
 
 def _of_the_players(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
