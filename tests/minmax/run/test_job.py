@@ -12,6 +12,7 @@ import rlhf_minmax.run.minmax_job
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import Events, MinMaxJob
+from rlhf_minmax.evaluation.doctor import config_findings
 from rlhf_models import DeviceManager
 
 CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
@@ -88,7 +89,7 @@ def assert_same_run(run, whole):
     other, results, _ = whole
     assert metrics(run) == metrics(other)
     mine = run.read_results()
-    for key in ("before", "plain", "after", "break_even", "steps", "num_tokens", "prompts"):
+    for key in ("before", "plain", "after", "break_even", "findings", "steps", "num_tokens", "prompts"):
         assert mine[key] == results[key], key
     assert run.read_config() == other.read_config()
     for name in ("samples.jsonl", "preflight.json"):
@@ -111,8 +112,10 @@ def test_the_folder_of_a_run(whole, make_config):
     assert (run.path / "minmax.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_results(whole):
+def test_the_results(whole, make_config):
     _, results, _ = whole
+    warned = [found["text"] for found in results["findings"] if found["step"] == 0]
+    assert warned and set(config_findings(make_config(), results["labels"]["stories"])) <= set(warned)
     for block in ("before", "plain", "after"):
         assert set(results[block]) >= BLOCK, block
     assert results["before"]["dual/lambda"] == 5.0 and results["plain"]["dual/lambda"] is None

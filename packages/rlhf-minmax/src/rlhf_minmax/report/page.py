@@ -226,10 +226,13 @@ def _findings(findings: Sequence[dict[str, Any]] | None) -> str:
     if not findings:
         return "<p>Nothing: no signal was dead and no multiplier stuck.</p>"
     items = "".join(
-        f"<li><b>Step {text(each.get('step', '–'))}</b> {text(each.get('text', ''))}</li>"
-        for each in findings
+        f"<li><b>{_when(each.get('step', '–'))}</b> {text(each.get('text', ''))}</li>" for each in findings
     )
     return f'<ul class="findings">{items}</ul>'
+
+
+def _when(step: Any) -> str:
+    return "Before training" if step == 0 else f"Step {text(step)}"
 
 
 def _headline(results: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rlhf_algos import few_threads_for_a_small_model, shards_weights
 from rlhf_algos.process_group import init_process_group, world_size
 from rlhf_data import RunFolder
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates, with_judge_of
+from rlhf_minmax.demo.builder import DemoModels, demo_models, with_judge_of
 from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import Stories
@@ -56,7 +56,7 @@ def build_game(
         config: the run's settings.
         stories: its records and prompts.
         devices: which role runs where; None for what `plan_devices` says.
-        events: called with every step of building, and with gates that were missed.
+        events: called with every step of building.
         cache_folder: where built models are kept; None is the user's cache folder.
         rebuild: build them even where they are cached.
 
@@ -126,8 +126,6 @@ def _built_models(
             progress=events.demo_step,
             force=config.force,
         )
-    for text in missed_gates(demo, settings):
-        events.warning(text)
     if needs_held_out_reward(config):
         demo = with_held_out_reward(demo, *built, seed=config.seed, progress=events.demo_step)
     return demo

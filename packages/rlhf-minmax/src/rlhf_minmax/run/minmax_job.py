@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rlhf_algos.process_group import barrier, broadcast, is_main_process, world_
 from rlhf_data import RunFolder, UserError, atomic_write_json, json_hash
 from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.demo.builder import DemoModels
+from rlhf_minmax.demo.builder import DemoModels, missed_gates
 from rlhf_minmax.evaluation.break_even import (
     BreakEven,
     ReadRates,
@@ -96,6 +97,8 @@ class MinMaxJob:
     cache_folder: Path | None = None
     rebuild_demo: bool = False
     stories: Stories | None = None
+    _warned: list[str] = field(default_factory=list, init=False)
+    """Warnings of before the first step."""
 
     def play(self, *, resume: bool = False) -> dict[str, Any]:
         """Run everything, or what is left of an interrupted run; the results.
@@ -203,8 +206,7 @@ class MinMaxJob:
         checked = check_run(self.config, stories, devices)
         stories = checked.stories
         self.events.device_plan(device_rows(devices))
-        for warning in checked.warnings:
-            self.events.warning(warning)
+        self._warn(checked.warnings)
         if world_size() == 1:  # of several none may build
             seconds = time_to_build(self.config, checked, self.cache_folder, rebuild=self.rebuild_demo)
             if seconds is not None:
@@ -215,9 +217,16 @@ class MinMaxJob:
         game = build_game(
             self.config, stories, devices, self.events, self.cache_folder, rebuild=self.rebuild_demo
         )
+        if game.demo is not None:
+            self._warn(missed_gates(game.demo, self.config.demo_settings()))
         devices.clear_memory()
         clock.lap("demo")
         return game
+
+    def _warn(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self.events.warning(text)
+        self._warned += texts
 
     def _preflight(
         self, game: Game, stories: Stories, clock: Clock, *, to_play: bool = False
@@ -264,8 +273,7 @@ class MinMaxJob:
                 f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force",
                 code="game_cannot_work",
             )
-        for warning in obstacles or form_warnings(saved["before"]):
-            self.events.warning(warning)
+        self._warn(obstacles or form_warnings(saved["before"]))
         return Game(pipeline, held_out, game.demo), check, saved["before"]
 
     def _play_plain(
@@ -337,7 +345,8 @@ class MinMaxJob:
             self.events.remark(f"the players are those of {best and best.name}, the best by {name}")
 
     def _findings(self, trainer: MinMaxTrainer) -> list[dict[str, Any]]:
-        found = findings(self.run.read_metrics())
+        found: list[dict[str, Any]] = [{"step": 0, "text": text} for text in self._warned]
+        found += findings(self.run.read_metrics())
         if (text := trainer.doctor.unjudged()) is not None:
             self.events.warning(text)
             found.append({"step": trainer.step, "text": text})
