@@ -181,3 +181,6 @@ def test_a_tokenizer_that_is_not_what_was_written_is_refused(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_bytes(good.replace(b"a", b"b"))
     with raises_error("damaged_model"):
         copied_files(tmp_path, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with raises_error("damaged_model", path=str(tmp_path / "tokenizer.json")):
+        copied_files(tmp_path, tmp_path)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,17 @@ def check_undamaged(path: Path) -> None:
             crc = zlib.crc32(chunk, crc)
     if (size, f"{crc:08x}") != (entry["size"], entry["crc32"]):
         raise _damaged(path, f"is not what was written, says {_CHECKSUMS} beside it")
+
+
+def check_none_missing(folder: Path, patterns: Sequence[str]) -> None:
+    """Refuse a folder that lacks a file of these patterns which its `checksums.json` lists.
+
+    Raises:
+        MergeError: a file is missing, or the list is damaged.
+    """
+    for name in _checksums(folder / _CHECKSUMS):
+        if any(fnmatch(name, pattern) for pattern in patterns) and not is_file(folder / name):
+            raise _damaged(folder / name, f"is missing, and was written, says {_CHECKSUMS} beside it")
 
 
 def _checksums(listed: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_merge.errors import MergeError, readable
-from rlhf_merge.files.folder import check_undamaged, inside, is_file, read_json
+from rlhf_merge.files.folder import check_none_missing, check_undamaged, inside, is_file, read_json
 
 VOCABULARY_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
@@ -69,8 +69,11 @@ def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
     """The files that `write_model_files` copies, by their names in the result.
 
     Raises:
-        MergeError: a file of the vocabulary is not what `checksums.json` beside it says.
+        MergeError: a file of the vocabulary is not what `checksums.json` beside it says, or one that it lists
+            is missing.
     """
+    check_none_missing(tokenizer_from, _TOKENIZER_FILES)
+    check_none_missing(config_from, (*_PROCESSOR_FILES, "generation_config.json"))
     for path in (tokenizer_from / name for name in (*VOCABULARY_FILES, "merges.txt")):
         if is_file(path):
             check_undamaged(path)
