@@ -232,11 +232,11 @@ def test_the_checks_of_a_validator_are_counted(run):
     for step, calls in ((3, 1000), (4, 400), (5, 90)):
         run.append_metrics({"phase": "minmax", "step": step, "validator/calls": calls})
     _, page = render(run)
-    assert "Checks in all1,490" in page.text and "Checks per answer" not in page.text
+    assert "Checks in all1,490" in page.text and "per answer" not in page.text
     run.write_config({"training": {"batch_size": 32}, "game": {"num_generations": 4}})
     run.write_results({**RESULTS, "labels": {"stories": 40, "labelled": 40}})
     _, page = render(run)  # batches of 32, 8 and 32 stories
-    assert "Checks in all1,490Answers of the policy288Checks per answer5.17" in page.text
+    assert "Checks in all1,490Answers of the policy288Checks for both players, per answer5.17" in page.text
 
 
 def test_run_without_baseline_samples_or_break_even(run):

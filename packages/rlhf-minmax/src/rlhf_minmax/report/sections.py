@@ -73,7 +73,10 @@ def validator(metrics: Rows, results: dict[str, Any], config: dict[str, Any]) ->
     total, answers = sum(calls), _sampled_answers(len(calls), results, config)
     rows = [["Checks in all", f"{total:,}"]]
     if answers:
-        rows += [["Answers of the policy", f"{answers:,}"], ["Checks per answer", number(total / answers, 2)]]
+        rows += [
+            ["Answers of the policy", f"{answers:,}"],
+            ["Checks for both players, per answer", number(total / answers, 2)],
+        ]
     return "<p>While training, of the critiques for both players; each check is a call.</p>" + table(
         ["", "Number"], rows, numeric=True, narrow=True
     )
