@@ -1,4 +1,4 @@
-"""Constraints with multipliers of their own, from metrics to advantages; baselines, critiques, gates."""
+"""Constraints: how their multipliers move, what they are called, and the limit on the KL."""
 
 import json
 import math
@@ -10,24 +10,17 @@ from raises import raises_error
 from recorder import recorded
 from rlhf_data import UserError
 from rlhf_infer import Rollout
-from rlhf_minmax.config.constraints import ControllerConfig
-from rlhf_minmax.constraints.controllers import Controller, flags, length_violations, penalties
-from rlhf_minmax.formats import Critique
-from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput
+from rlhf_minmax.config.constraints import KLConstraint
+from rlhf_minmax.constraints.controllers import Controller
+from rlhf_minmax.game.forward_pass import Answer
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 
-CONSTRAINTS = (
-    "constraints.monitor.length={start: 1, threshold: 0.05}",
-    "constraints.monitor.format.start=2",
-    "constraints.monitor.evidence.start=3",
-    "constraints.policy.length={start: 2, threshold: 0.05}",
-    "constraints.policy.refusal.start=4",
-    "constraints.policy.kl={start: 0.5, threshold: 0.05}",
-)
+KL_LIMIT = "kl_constraint={start: 0.5, threshold: 0.05}"
 
 
 def controller(name="c", **settings):
-    return Controller.of(name, ControllerConfig(**settings))
+    config = KLConstraint(**{"threshold": 0.05, **settings})
+    return Controller(name, config.dual_settings(), config.start)
 
 
 def test_metrics_by_hand():
@@ -101,7 +94,7 @@ def test_the_gains_of_pid_are_settings():
     # e = 0.4: α P e = 0.5 · 2 · 0.4; no D although the violation rose.
     assert metrics["dual/c/p"] == pytest.approx(0.4) and metrics["dual/c/d"] == 0
     with raises_error("invalid_value", key="proportional_gain"):
-        ControllerConfig.from_dict({"proportional_gain": -1})
+        KLConstraint.from_dict({"proportional_gain": -1})
 
 
 def test_a_multiplier_that_goes_back_takes_its_parts_with_it():
@@ -137,12 +130,12 @@ def test_a_multiplier_at_a_bound_is_told_and_zero_has_no_logarithm():
 @pytest.mark.parametrize("rule", ["multiplicative", "log"])
 def test_rules_that_cannot_leave_zero_are_refused_it(rule):
     with pytest.raises(UserError, match="cannot leave 0; set lambda_min above 0"):
-        ControllerConfig.from_dict({"rule": rule, "lambda_min": 0})
+        KLConstraint.from_dict({"rule": rule, "lambda_min": 0})
 
 
 def test_bounds_that_leave_no_room_are_refused():
     with pytest.raises(UserError, match=r"lambda_min 3\.0 must be below lambda_max 3\.0"):
-        ControllerConfig.from_dict({"lambda_min": 3, "lambda_max": 3})
+        KLConstraint.from_dict({"lambda_min": 3, "lambda_max": 3})
 
 
 @pytest.mark.parametrize("rule", ["fixed", "multiplicative", "additive", "log", "pid"])
@@ -155,51 +148,8 @@ def test_state_goes_through_json(rule):
     assert other.update(0.2) == found.update(0.2)
 
 
-def test_length_violations_and_penalties_by_hand():
-    rollouts = [Rollout([1, 1, 1], [2] * count, [0.0] * count, "stop") for count in (1, 4, 8)]
-    lengths = length_violations(rollouts, 8)
-    assert lengths.tolist() == [0.125, 0.5, 1.0]
-    controllers = {
-        "length": controller(start=2.0),
-        "refusal": controller(start=3.0),
-        "kl": controller(start=9.0),
-    }
-    found = penalties(controllers, {"length": lengths, "refusal": flags([True, False, False])}, 3)
-    # 2 · 0.125 + 3, 2 · 0.5, 2 · 1; the KL is not measured by completion and costs no reward.
-    assert found.tolist() == [3.25, 1.0, 2.0]
-    assert penalties({}, {}, 2).tolist() == [0.0, 0.0]
-
-
 def rollout(length):
     return Rollout([1], [2] * length, [0.0] * length, "stop")
-
-
-def critique(answer, length, parsed, evidence_valid):
-    said = Critique("a b", "right", None) if parsed else None
-    return CritiqueSample(answer, "", said, evidence_valid, evidence_valid, 1.0, rollout(length))
-
-
-def made_output():
-    """Two answers with two critiques each that differ only in what constraints look at."""
-    return MinMaxOutput(
-        records=[],
-        answers=[],
-        rewards=torch.zeros(2),
-        judged=[],
-        judged_rewards=torch.zeros(2),
-        critiques=[
-            critique(0, 3, True, True),
-            critique(0, 6, True, True),
-            critique(1, 12, False, False),
-            critique(1, 6, True, False),
-        ],
-        judge_scores=torch.zeros(4),
-        combined=torch.zeros(4),
-        labels=torch.ones(4, dtype=torch.bool),
-        known=torch.ones(4, dtype=torch.bool),
-        violation=torch.zeros(4),
-        weighted_violation=torch.zeros(4),
-    )
 
 
 def moved(start, violation):
@@ -207,65 +157,36 @@ def moved(start, violation):
     return pytest.approx(start * math.exp(0.5 * (violation - 0.05)))
 
 
-@pytest.mark.slow
-def test_every_constraint_on_critiques_takes_its_share_of_the_reward(make_game):
-    optimizer, _ = recorded(make_game, *CONSTRAINTS, "game.unparsable_critique_penalty=0")
-    metrics = optimizer.monitor_step(made_output())
-    # Length 3, 6, 12, 6 of 12: -1 · (1/4, 1/2, 1, 1/2); form -2 · (0, 0, 1, 0); evidence -3 · (0, 0, 1, 1):
-    # -0.25, -0.5 | -6, -3.5; minus -0.375 | -4.75: 0.125, -0.125, -1.25, 1.25; over the batch's deviation
-    # √(3.15625 / 3) = 1.025711.
-    expected = torch.tensor([0.125, -0.125, -1.25, 1.25]) / 1.025711
-    torch.testing.assert_close(optimizer.monitor.advantages, expected, rtol=0, atol=1e-5)
-    # Means: length 2.25 / 4, format 1 / 4, evidence 1 / 2.
-    for name, start, mean in (("length", 1, 0.5625), ("format", 2, 0.25), ("evidence", 3, 0.5)):
-        assert metrics[f"constraint/monitor_{name}/violation"] == mean
-        assert metrics[f"dual/monitor_{name}/lambda"] == moved(start, mean)
-    # The next critiques pay the new prices; the policy's constraints have not moved.
-    assert optimizer.monitor_constraints["monitor_format"].state.multiplier > 2
-    assert {each.state.multiplier for each in optimizer.policy_constraints.values()} == {2, 4, 0.5}
-
-
-def test_every_constraint_on_answers_takes_its_share_of_the_reward(make_game):
-    optimizer, _ = recorded(make_game, *CONSTRAINTS, "game.unparsable_answer_penalty=0")
+def test_a_limit_on_the_kl_moves_the_weight_of_the_kl_and_costs_no_reward(make_game):
+    optimizer, _ = recorded(make_game, KL_LIMIT, "game.unparsable_answer_penalty=4")
     rows = [(0, "a", 2), (0, None, 4), (1, "a", 8), (1, "b", 4)]
     answers = [Answer(story, "", claim, False, None, rollout(length)) for story, claim, length in rows]
     metrics = optimizer.policy_step(answers, torch.ones(4))
-    # Length of 8: 1 - 2 · (1/4, 1/2, 1, 1/2), refusal -4 · (0, 1, 0, 0): 0.5, -4 | -1, 0; minus -1.75 | -0.5:
-    # 2.25, -2.25, -0.5, 0.5; over √(10.625 / 3) = 1.881932.
-    expected = torch.tensor([2.25, -2.25, -0.5, 0.5]) / 1.881932
+    # 1 - 4 for the answer without a claim: 1, -3 | 1, 1; minus the means -1 | 1: 2, -2, 0, 0, over √(8 / 3).
+    expected = torch.tensor([2.0, -2.0, 0.0, 0.0]) / math.sqrt(8 / 3)
     torch.testing.assert_close(optimizer.policy.advantages, expected, rtol=0, atol=1e-5)
-    # The KL costs no reward: its λ was handed to the loss, and moves by the KL before the updates.
+    # λ was handed to the loss, and moves by the KL before the updates, which the recorder says is 0.25.
     assert optimizer.policy.kl_multiplier == 0.5
-    for name, start, mean in (("length", 2, 0.5625), ("refusal", 4, 0.25), ("kl", 0.5, 0.25)):
-        assert metrics[f"constraint/policy_{name}/violation"] == mean
-        assert metrics[f"dual/policy_{name}/lambda"] == moved(start, mean)
+    assert metrics["constraint/kl/violation"] == 0.25
+    assert metrics["dual/kl/lambda"] == moved(0.5, 0.25)
     optimizer.policy_step(answers, torch.ones(4))
     assert optimizer.policy.kl_multiplier == moved(0.5, 0.25)
 
 
-def test_without_constraints_there_is_nothing_to_pay(make_game):
+def test_without_a_limit_there_is_none(make_game):
     optimizer, _ = recorded(make_game)
-    metrics = optimizer.monitor_step(made_output())
+    metrics = optimizer.policy_step([Answer(0, "", "a", False, None, rollout(2))] * 2, torch.ones(2))
     assert not any(name.startswith(("constraint/", "dual/")) for name in metrics)
-    assert optimizer.policy_constraints == {} and optimizer.monitor_constraints == {}
+    assert optimizer.policy.kl_multiplier == 0
 
 
 def test_multipliers_of_all_constraints_are_saved_and_taken_up(make_game, tmp_path):
-    pipeline, stories = make_game(*CONSTRAINTS)
+    pipeline, stories = make_game(KL_LIMIT)
     optimizer, other = (DualPPOOptimizer(pipeline, pipeline.config) for _ in range(2))
     optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
     state = json.loads(json.dumps(optimizer.save(tmp_path)))
     other.load(tmp_path, state)
-    assert set(state["controllers"]) == {
-        "truthfulness",
-        *(f"monitor_{name}" for name in ("length", "format", "evidence")),
-        *(f"policy_{name}" for name in ("kl", "length", "refusal")),
-    }
+    assert set(state["controllers"]) == {"truthfulness", "kl"}
     assert all(each["updates"] == 1 for each in state["controllers"].values())
-    for mine, its in (
-        (other.policy_constraints, optimizer.policy_constraints),
-        (other.monitor_constraints, optimizer.monitor_constraints),
-    ):
-        assert {name: each.state for name, each in mine.items()} == {
-            name: each.state for name, each in its.items()
-        }
+    assert other.kl and optimizer.kl and other.kl.state == optimizer.kl.state
+    assert other.dual == optimizer.dual

@@ -113,11 +113,11 @@ def test_a_multiplier_at_its_bound_under_violation():
     assert findings(broken * 3) == []
 
 
-def test_a_further_constraints_multiplier_is_named_by_its_section():
-    config = MinMaxConfig.from_dict({"constraints": {"policy": {"length": {"threshold": 0.5}}}})
-    assert findings([saturated("policy_length", 0.4)] * 20, config) == []
-    [told] = findings([saturated("policy_length", 0.6)] * 20, config)
-    assert "constraints.policy.length.lambda_max" in told
+def test_the_multiplier_of_the_kl_is_named_by_its_section():
+    config = MinMaxConfig.from_dict({"kl_constraint": {"threshold": 0.5}})
+    assert findings([saturated("kl", 0.4)] * 20, config) == []
+    [told] = findings([saturated("kl", 0.6)] * 20, config)
+    assert "kl_constraint.lambda_max" in told
 
 
 def test_a_resumed_doctor_goes_on():

@@ -74,9 +74,11 @@ class ConstraintConfig(DualConfig):
         return self
 
 
-class ControllerConfig(DualConfig):
-    """A further constraint: its threshold, and how its λ moves."""
+class KLConstraint(DualConfig):
+    """A limit on the policy's mean k3 KL to the reference, whose multiplier adds to `beta` in its loss."""
 
+    threshold: float = Field(default=0.5, ge=0)
+    """KL that is tolerated, in nats per token."""
     start: float = Field(default=1.0, ge=0)
     """Multiplier λ at the start."""
 
@@ -85,51 +87,6 @@ class ControllerConfig(DualConfig):
         if self.rule != "fixed" and self.start > self.lambda_max:
             raise ValueError(f"start {self.start} is above lambda_max {self.lambda_max}; lower it")
         return self
-
-
-class LengthConstraint(ControllerConfig):
-    """On the mean length of completions, as a share of the player's max_new_tokens."""
-
-    threshold: float = Field(default=0.5, ge=0)
-    """Share that is tolerated."""
-
-
-class KLConstraint(ControllerConfig):
-    """On the mean k3 KL to the reference, in nats per token."""
-
-    threshold: float = Field(default=0.5, ge=0)
-    """KL that is tolerated."""
-
-
-class MonitorConstraints(BaseConfig):
-    """Further constraints on critiques; null leaves one out."""
-
-    length: LengthConstraint | None = None
-    """Mean length of a critique, as a share of monitor_model.max_new_tokens."""
-    format: ControllerConfig | None = None
-    """Share of critiques that break the form or are cut off."""
-    evidence: ControllerConfig | None = None
-    """Share of critiques whose evidence is not quoted from the story."""
-
-
-class PolicyConstraints(BaseConfig):
-    """Constraints on answers; null leaves one out."""
-
-    kl: KLConstraint | None = None
-    """Mean k3 KL to the reference in nats per token; its λ adds to beta in the policy's loss."""
-    length: LengthConstraint | None = None
-    """Mean length of an answer, as a share of policy_model.max_new_tokens."""
-    refusal: ControllerConfig | None = None
-    """Share of answers that name no choice."""
-
-
-class ConstraintsConfig(BaseConfig):
-    """Constraints in addition to truthfulness, each with its own multiplier."""
-
-    monitor: MonitorConstraints = MonitorConstraints()
-    """On critiques."""
-    policy: PolicyConstraints = PolicyConstraints()
-    """On answers."""
 
 
 class GuardConfig(BaseConfig):

@@ -1,21 +1,18 @@
-"""The constraints of a run: the violation of each on a batch, its multiplier and its penalty."""
+"""The constraints of a run, each with the multiplier that its violations move."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from rlhf_infer import Rollout
-from rlhf_minmax.config.constraints import ControllerConfig, MonitorConstraints, PolicyConstraints
 from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
 
 TRUTHFULNESS = "truthfulness"
 """The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
+KL = "kl"
+"""The limit on the policy's KL to its start."""
 
 
 class Controller:
@@ -29,11 +26,6 @@ class Controller:
     def is_off(self) -> bool:
         """Whether nothing is constrained: the multiplier is 0 and stays there."""
         return self.settings.rule == "fixed" and self.state.multiplier == 0
-
-    @classmethod
-    def of(cls, name: str, config: ControllerConfig) -> Controller:
-        """The controller that a config section describes."""
-        return cls(name, config.dual_settings(), config.start)
 
     def update(self, violation: float | None) -> dict[str, float | None]:
         """Move the multiplier by a measured violation, or leave it without one; `metrics` then."""
@@ -87,38 +79,3 @@ def under_short_names(metrics: dict[str, float | None]) -> dict[str, float | Non
         "dual/saturated": f"dual/{TRUTHFULNESS}/saturated",
     }
     return {name: metrics[long] for name, long in short.items()} | metrics
-
-
-def controllers(role: str, section: MonitorConstraints | PolicyConstraints) -> dict[str, Controller]:
-    """The controllers of a section's constraints that are on, by `<role>_<constraint>`."""
-    configs = {name: getattr(section, name) for name in type(section).model_fields}
-    return {
-        f"{role}_{name}": Controller.of(f"{role}_{name}", config)
-        for name, config in configs.items()
-        if config is not None
-    }
-
-
-def length_violations(rollouts: Sequence[Rollout], limit: int) -> Tensor:
-    """(B,) length of each completion as a share of the longest allowed: tokens / `max_new_tokens`."""
-    return torch.tensor([len(rollout.completion_ids) / limit for rollout in rollouts])
-
-
-def flags(values: Sequence[bool]) -> Tensor:
-    """(B,) 1 where a completion violates, else 0."""
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def penalties(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor], count: int) -> Tensor:
-    """(B,) what constraints take off the rewards: Σ_c λ_c v_ic.
-
-    Args:
-        controllers: by name; those without an entry in `violations` cost nothing here.
-        violations: (B,) each, by name.
-        count: B.
-    """
-    total = torch.zeros(count)
-    for name, controller in controllers.items():
-        if name in violations:
-            total += controller.state.multiplier * violations[name]
-    return total

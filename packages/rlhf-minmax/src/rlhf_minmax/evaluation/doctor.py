@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -195,10 +194,9 @@ class Doctor:
             if not (key.startswith("dual/") and key.count("/") == 2 and key.endswith("/saturated")):
                 continue
             name = key.split("/")[1]
-            role, _, constraint = name.partition("_")
-            where = f"constraints.{role}.{constraint}" if constraint else "constraint"
-            settings: Any = attrgetter(where)(self.config)
-            violated = (metrics[f"constraint/{name}/violation_ema"] or 0.0) > settings.threshold
+            where = "kl_constraint" if name == "kl" else "constraint"
+            threshold = getattr(self.config, where).threshold
+            violated = (metrics[f"constraint/{name}/violation_ema"] or 0.0) > threshold
             self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
             if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
                 self.said.append(key)

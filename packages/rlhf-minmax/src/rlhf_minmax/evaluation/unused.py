@@ -73,9 +73,5 @@ def _of_the_players(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...]
 def _duals(config: MinMaxConfig) -> Iterator[tuple[str, DualConfig]]:
     """Every constraint that the game has, by its section."""
     yield "constraint", config.constraint
-    for role in ("monitor", "policy"):
-        constraints = getattr(config.constraints, role)
-        for name in type(constraints).model_fields:
-            dual = getattr(constraints, name)
-            if dual is not None:
-                yield f"constraints.{role}.{name}", dual
+    if config.kl_constraint is not None:
+        yield "kl_constraint", config.kl_constraint

@@ -12,18 +12,10 @@ from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.constraints.controllers import (
-    TRUTHFULNESS,
-    Controller,
-    controllers,
-    flags,
-    length_violations,
-    penalties,
-    under_short_names,
-)
+from rlhf_minmax.constraints.controllers import KL, TRUTHFULNESS, Controller, under_short_names
 from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.dual_ascent import DualState
-from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
+from rlhf_minmax.game.forward_pass import Answer, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.game.rates import spread_ratio, verdict_errors
 from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
 
@@ -37,8 +29,7 @@ class DualPPOOptimizer:
     `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and
     cancels in the baseline, the mean over the answer's K critiques. The policy's reward is w_reward · R_i +
     w_judge · mean_k J_ik - penalty with fresh critiques of the updated monitor; its baseline is the mean over
-    the story's N answers. Further constraints take λ_c · v_c off either reward; the policy's KL constraint
-    adds its λ to the weight of the KL in the loss.
+    the story's N answers. A limit on the policy's KL adds its λ to the weight of the KL in the loss.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.
@@ -58,9 +49,7 @@ class DualPPOOptimizer:
         self.pipeline, self.config = pipeline, config
         self._policy_starts = config.training.num_warmup_steps(total_steps) if adversary else 0
         self.policy = self._player("policy", max(1, total_steps - self._policy_starts))
-        self.policy_constraints = controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None
-        self.monitor_constraints: dict[str, Controller] = {}
         self._monitor_updates = config.training.monitor_updates_per_policy
         self.guard: MonitorGuard | None = None
         self.policy_guard: PolicyGuard | None = None
@@ -68,9 +57,10 @@ class DualPPOOptimizer:
         if config.training.monitor_updates_per_policy == 0:
             dual = replace(dual, rule="fixed")  # λ has no effect
         self._truth = Controller(TRUTHFULNESS, dual, config.training.constraint_penalty_lambda)
+        limit = config.kl_constraint
+        self.kl = limit and Controller(KL, limit.dual_settings(), limit.start)
         if adversary:
             self.monitor = self._player("monitor", total_steps)
-            self.monitor_constraints = controllers("monitor", config.constraints.monitor)
             self.guard = MonitorGuard(config.guards, self.monitor.parameters)
             self.policy_guard = PolicyGuard(config.guards, self.policy.parameters)
 
@@ -159,20 +149,17 @@ class DualPPOOptimizer:
             updates: most updates; None for `monitor_updates_per_policy`, or 1 where that freezes it.
         """
         updates = updates or max(1, self.config.training.monitor_updates_per_policy)
-        metrics = self._monitor_update(output, updates)
-        metrics |= self._move(self.monitor_constraints, self._monitor_violations(output.critiques))
-        return {name if "/" in name else f"monitor/{name}": value for name, value in metrics.items()}
+        return {f"monitor/{name}": value for name, value in self._monitor_update(output, updates).items()}
 
     def _monitor_update(self, output: MinMaxOutput, updates: int) -> dict[str, Any]:
         assert self.monitor is not None
         critiques = output.critiques
-        unparsable = flags([critique.parsed is None for critique in critiques])
+        unparsable = torch.tensor([float(critique.parsed is None) for critique in critiques])
         judged = self.config.game.adversary_weight * self.pipeline.w_judge * output.judge_scores
         rewards = (
             -judged
             - self.dual.multiplier * output.weighted_violation
             - self.config.game.unparsable_critique_penalty * unparsable
-            - penalties(self.monitor_constraints, self._monitor_violations(critiques), len(critiques))
         )
         groups = torch.tensor([critique.answer for critique in critiques])
         spread = spread_ratio(self.dual.multiplier * output.weighted_violation, judged, groups)
@@ -185,26 +172,9 @@ class DualPPOOptimizer:
         share = float(zero_std_fraction(rewards, groups))
         return metrics | {"frac_groups_zero_std": share, "truth_to_judge_spread": spread}
 
-    def _monitor_violations(self, critiques: Sequence[CritiqueSample]) -> dict[str, Tensor]:
-        limit = self.config.monitor_model.max_new_tokens
-        measures = {
-            "monitor_length": lambda: length_violations([c.rollout for c in critiques], limit),
-            "monitor_format": lambda: flags([c.parsed is None for c in critiques]),
-            "monitor_evidence": lambda: flags([not c.evidence_valid for c in critiques]),
-        }
-        return {name: measures[name]() for name in self.monitor_constraints}
-
     def dual_step(self, violation: float | None) -> Metrics:
         """Move truthfulness' λ by the violation measured on the batch; without a measurement it stays."""
         return under_short_names(self._truth.update(violation))
-
-    @staticmethod
-    def _move(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor]) -> Metrics:
-        """Move the multipliers whose violations were measured."""
-        metrics: Metrics = {}
-        for name, measured in violations.items():
-            metrics |= controllers[name].update(float(measured.mean()))
-        return metrics
 
     def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> Metrics:
         """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then.
@@ -248,35 +218,21 @@ class DualPPOOptimizer:
 
     def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> Metrics:
         """Update of the policy on the answers of one pass."""
-        violations = self._policy_violations(answers)
-        rewards = rewards - self.config.game.unparsable_answer_penalty * flags(
-            [answer.claim is None for answer in answers]
-        )
-        rewards = rewards - penalties(self.policy_constraints, violations, len(answers))
+        unparsable = torch.tensor([float(answer.claim is None) for answer in answers])
+        rewards = rewards - self.config.game.unparsable_answer_penalty * unparsable
         groups = torch.tensor([answer.story for answer in answers])
         rollouts = [answer.rollout for answer in answers if answer.rollout is not None]
-        kl = self.policy_constraints.get("policy_kl")
-        if kl is not None:
-            self.policy.kl_multiplier = kl.state.multiplier
+        if self.kl is not None:
+            self.policy.kl_multiplier = self.kl.state.multiplier
         with self.pipeline.watch.timing("policy_update"):
             metrics = self.policy.update(
                 rollouts,
                 sequence_advantages(rewards, groups, self.config.policy_model.baseline),
                 updates=self.config.training.policy_updates,
             )
-        if kl is not None:
-            violations["policy_kl"] = torch.tensor(metrics["kl_start"])
         metrics["frac_groups_zero_std"] = float(zero_std_fraction(rewards, groups))
-        metrics = {f"policy/{name}": value for name, value in metrics.items()}
-        return metrics | self._move(self.policy_constraints, violations)
-
-    def _policy_violations(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
-        limit = self.config.policy_model.max_new_tokens
-        measures = {
-            "policy_length": lambda: length_violations([a.rollout for a in answers if a.rollout], limit),
-            "policy_refusal": lambda: flags([answer.claim is None for answer in answers]),
-        }
-        return {name: measures[name]() for name in self.policy_constraints if name in measures}
+        moved = {} if self.kl is None else self.kl.update(metrics["kl_start"])
+        return {f"policy/{name}": value for name, value in metrics.items()} | moved
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the players' optimizer states into a folder; everything else, for the trainer's JSON.
@@ -307,4 +263,4 @@ class DualPPOOptimizer:
             controller.load(state["controllers"][controller.name])
 
     def _all_controllers(self) -> list[Controller]:
-        return [self._truth, *self.monitor_constraints.values(), *self.policy_constraints.values()]
+        return [self._truth] if self.kl is None else [self._truth, self.kl]

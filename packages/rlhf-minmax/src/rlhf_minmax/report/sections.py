@@ -18,8 +18,6 @@ from rlhf_minmax.report.panels import minmax_panels
 from rlhf_minmax.report.trajectories import constraint_names, constraint_panels, phase_panel, player_panels
 
 _CALLS = "validator/calls"
-_TRUTHFULNESS = "truthfulness"
-"""The constraint whose threshold is in the config's section `constraint`."""
 _CONSTRAINT_FACTS = (
     ("dual/{}/lambda", "λ"),
     ("constraint/{}/violation_ema", "Violation"),
@@ -105,12 +103,9 @@ def outcome(metrics: Rows, results: dict[str, Any]) -> str:
 
 
 def _thresholds(config: dict[str, Any]) -> dict[str, float | None]:
-    """The threshold of each constraint by its name in metrics: `truthfulness`, `<player>_<constraint>`."""
-    found = {_TRUTHFULNESS: (config.get("constraint") or {}).get("threshold")}
-    for player, section in (config.get("constraints") or {}).items():
-        for name, settings in section.items():
-            found[f"{player}_{name}"] = (settings or {}).get("threshold")
-    return found
+    """The threshold of each constraint by its name in metrics."""
+    sections = {"truthfulness": "constraint", "kl": "kl_constraint"}
+    return {name: (config.get(section) or {}).get("threshold") for name, section in sections.items()}
 
 
 def _drawn(panels: Mapping[str, Panel | None]) -> list[Panel]:
