@@ -217,6 +217,7 @@ def test_rows_left_out_before_a_resume_stay_counted_once(tmp_path: Path, byte_to
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_other_numbers_of_processes_and_kills_give_the_same_losses(
     run_processes: Callable[..., str], tmp_path: Path
 ) -> None:

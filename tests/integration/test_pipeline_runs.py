@@ -72,6 +72,7 @@ def test_a_few_kills_change_no_byte(tmp_path: Path) -> None:
     assert _kills().run(tmp_path, 3, seed=1)
 
 
+@pytest.mark.proof
 def test_spin_runs_its_rounds(run: Any) -> None:
     found = run("recipes/spin.yaml", "stages.data.config.rows=32", "stages.sft.config.num_train_epochs=1")
     stages = found["stages"]

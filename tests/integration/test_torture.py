@@ -18,6 +18,7 @@ def test_kinds_are_listed_without_trying_any() -> None:
     assert len(listed.stdout.splitlines()) == 11
 
 
+@pytest.mark.proof
 def test_trials_of_two_kinds_lose_nothing() -> None:
     command = [sys.executable, SCRIPT, "--minutes", "0.7", "--seed", "0", "--only", "two-runs", "full-disk"]
     done = subprocess.run(command, capture_output=True, text=True)

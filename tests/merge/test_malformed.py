@@ -96,7 +96,9 @@ def outcome(work: Callable[[], object]) -> str:
     return "merged"
 
 
-@pytest.mark.parametrize("cases", [range(150), pytest.param(range(150, 1150), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [range(150), pytest.param(range(150, 1150), marks=[pytest.mark.slow, pytest.mark.proof])]
+)
 def test_damaged_json(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range) -> None:
     monkeypatch.chdir(tmp_path)
     found: list[str] = []

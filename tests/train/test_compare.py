@@ -187,6 +187,7 @@ def test_a_run_that_fails_does_not_stop_the_others(
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_comparison_goes_on_where_it_was_stopped(given: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     more = ("--seeds", "3", "--evaluations", "2", "--max-new-tokens", "8", "--sweep", "dpo.beta=0.1")

@@ -228,6 +228,7 @@ TestOperations.settings = settings(max_examples=10, stateful_step_count=40, dead
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 class TestTenThousandOperations(Operations.TestCase):
     """20 caches, 500 operations each."""
 

@@ -177,6 +177,7 @@ def test_memory_of_activations() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_plan_of_a_game_is_near_the_peak_of_a_real_one() -> None:
     """40 million parameters, and two scorers of that size, with LoRA and in full: within 15%."""
     command = [sys.executable, CONFIGS.parent / "benchmarks/memory_plan.py", "--shapes", "wide game"]
