@@ -92,7 +92,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "mode",
-    in_ci(["fsdp", "fsdp_offload", "zero2_offload", "zero3", "zero3_offload"], "fsdp", "zero3_offload"),
+    in_ci(["fsdp", "fsdp_offload", "zero2_offload", "zero3", "zero3_offload"], "zero3_offload"),
 )
 def test_four_then_two_then_one_process_train_as_one_does(
     mode: str, train: Any, inputs: Path, alone: Path, tmp_path: Path
@@ -150,7 +150,8 @@ def wide(inputs: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", in_ci(["zero3", "fsdp"], "zero3"))
+@pytest.mark.proof
+@pytest.mark.parametrize("mode", ["zero3", "fsdp"])
 def test_a_wide_vocabulary_with_unevenly_many_scored_tokens(
     mode: str, wide: Path, train: Any, inputs: Path, run_processes: Any
 ) -> None:

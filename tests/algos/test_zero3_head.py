@@ -12,6 +12,7 @@ WORKER = Path(__file__).with_name("zero3_head_worker.py")
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proof
 def test_processes_with_other_numbers_of_chunks_train_as_one(run_processes: Any, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
 

@@ -65,7 +65,9 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reward", "found"), [("happy", 1), ("fluent", 0)])
+@pytest.mark.parametrize(
+    ("reward", "found"), [pytest.param("happy", 1, marks=pytest.mark.proof), ("fluent", 0)]
+)
 def test_a_gamed_reward_is_found_and_an_honest_one_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, found: int
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_gamed_reward_is_found_and_an_honest_one_passes(
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_planted_love_of_length_is_named_and_its_policy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     [row] = importlib.import_module("gamed_rewards").run_seed(0, ["longer"], 60)

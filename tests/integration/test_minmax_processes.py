@@ -54,6 +54,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@pytest.mark.proof
 def test_the_7b_config_is_planned_in_two_processes(
     tmp_path: Path, models: tuple[Path, Path], run_processes: Callable[..., str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_run_of_two_processes_is_written_once(
     assert sorted(path.name for path in (folder / "final").iterdir()) == ["monitor", "policy"]
 
 
+@pytest.mark.proof
 def test_the_demonstration_is_built_by_one_process(tmp_path: Path) -> None:
     said = refused_by_two(tmp_path, tmp_path / "run")
     assert "once without torchrun" in said

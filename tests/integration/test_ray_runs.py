@@ -74,7 +74,8 @@ def test_a_local_cluster_ends_with_the_command(number: int, server: CommandServe
     assert not [each for each in ray if _alive(each)]
 
 
-@pytest.mark.parametrize("staleness", in_ci([0, 2], 2))
+@pytest.mark.proof
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_random_faults_change_nothing(staleness: int, server: CommandServer, tmp_path: Path):
     rng = random.Random(4)
     with ray_cluster() as cluster:
@@ -87,6 +88,7 @@ def test_random_faults_change_nothing(staleness: int, server: CommandServer, tmp
         assert lost(run)
 
 
+@pytest.mark.proof
 def test_a_machine_that_is_drained_checkpoints_first(server: CommandServer, tmp_path: Path):
     with ray_cluster() as cluster:
         runs = FaultyRuns(server, cluster, tmp_path, "grpo")

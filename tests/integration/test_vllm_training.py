@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[False, True], ids=["weights", "adapters"])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.proof)], ids=["weights", "adapters"])
 def server(model: Path, request: pytest.FixtureRequest) -> Iterator[VLLMServer]:
     python = os.environ.get("VLLM_PYTHON")
     if not python:

@@ -266,7 +266,7 @@ def test_the_example_config_is_what_no_arguments_mean(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", in_ci(OFFLINE_METHODS, "dpo", "reward"))
+@pytest.mark.parametrize("method", in_ci(OFFLINE_METHODS, "dpo"))
 def test_without_arguments_each_method_learns(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

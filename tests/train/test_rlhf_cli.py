@@ -365,6 +365,7 @@ def test_a_model_from_a_description(train: Train, data: Path, tmp_path: Path, op
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_two_processes(whole: Whole, tmp_path: Path, run_processes: Callable[..., str]) -> None:
     command = ("-m", "rlhf_train", "rlhf", *whole.options, "--output-dir", tmp_path / "run")
     printed = run_processes(command)

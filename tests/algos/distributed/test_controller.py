@@ -90,7 +90,8 @@ def test_any_number_of_workers_is_as_none(workers: int, controller: Make):
         _assert_same(_run(make, engine), _run(make))
 
 
-@pytest.mark.parametrize("workers", in_ci([1, 3], 3))
+@pytest.mark.proof
+@pytest.mark.parametrize("workers", [1, 3])
 def test_sampling_ahead_goes_by_ordinals(workers: int, controller: Make):
     engine = controller(rollout_workers=workers, max_staleness=2)
     for make in (grpo, ppo):
@@ -112,6 +113,7 @@ def test_a_worker_that_is_killed_exits_breaks_or_hangs_is_replaced(controller: M
     assert "group_timeout" in lost[3]["why"]
 
 
+@pytest.mark.proof
 def test_the_weights_actor_is_replaced(controller: Make):
     import ray
 
@@ -127,6 +129,7 @@ def test_the_weights_actor_is_replaced(controller: Make):
     assert 0 < len(failed) == len(set(failed))  # the new one knows everything, so nobody fails twice
 
 
+@pytest.mark.proof
 def test_no_workers_left_is_said_in_time(controller: Make):
     engine = controller(rollout_workers=2, on_worker_loss="shrink")
     engine.publish(lm(), 0)
@@ -141,6 +144,7 @@ def test_no_workers_left_is_said_in_time(controller: Make):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.proof
 def test_losses_have_a_budget(controller: Make):
     engine = controller(rollout_workers=1, max_worker_failures=0)
     engine.publish(lm(), 0)

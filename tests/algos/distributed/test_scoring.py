@@ -164,6 +164,7 @@ def test_any_number_of_reward_workers_is_as_none(workers: int, code: Path, poole
         _assert_same(found, _run(make, _alone(*specs)))
 
 
+@pytest.mark.proof
 def test_scoring_goes_by_ordinals_ahead_of_the_trainer(code: Path, pooled: Make):
     specs = (f"{code}:even",)
     options = pooled(*specs, rollout_workers=2, reward_workers=2, max_staleness=2)
@@ -172,7 +173,7 @@ def test_scoring_goes_by_ordinals_ahead_of_the_trainer(code: Path, pooled: Make)
     assert steps == sorted([step for step in range(6) for _ in range(2)] * 2)
 
 
-@pytest.mark.parametrize("how", ["kill", "terminate", "hang"])
+@pytest.mark.parametrize("how", in_ci(["kill", "terminate", "hang"], "kill"))
 def test_what_a_lost_reward_worker_scored_is_scored_again(how: str, code: Path, pooled: Make):
     options = pooled(f"{code}:{how}", group_timeout=3)
     found = _run(grpo, options)
@@ -180,6 +181,7 @@ def test_what_a_lost_reward_worker_scored_is_scored_again(how: str, code: Path, 
     _assert_same(found, _run(grpo, _alone(f"{code}:{how}")))
 
 
+@pytest.mark.proof
 def test_an_idle_reward_worker_is_replaced(code: Path, pooled: Make):
     options = pooled(f"{code}:even")
     expected = _run(grpo, options)
@@ -190,7 +192,8 @@ def test_an_idle_reward_worker_is_replaced(code: Path, pooled: Make):
     assert sorted(_lost(options)) == ["reward", "rollout"]
 
 
-@pytest.mark.parametrize("staleness", in_ci([0, 2], 2))
+@pytest.mark.proof
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_an_error_of_a_function_is_that_without_workers(staleness: int, code: Path, pooled: Make):
     steps: list[int] = []
     errors: list[UserError] = []
@@ -211,6 +214,7 @@ def test_what_cannot_be_loaded_or_has_a_state_is_said(code: Path, pooled: Make):
         pooled(f"{code}:nowhere")
 
 
+@pytest.mark.proof
 def test_scoring_begins_while_others_are_sampled(code: Path, pooled: Make):
     options = pooled(f"{code}:ledger_lines", ledger=code.parent / "ledger")
     settings = {"max_completion_length": 100, "min_completion_length": 100, "max_steps": 1}

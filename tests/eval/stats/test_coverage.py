@@ -36,6 +36,7 @@ def test_an_interval_holds_the_truth_in_a_few_simulations(case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 @each_case
 def test_coverage_is_nominal(case) -> None:
     simulations = 500

@@ -54,7 +54,11 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
 )
 @pytest.mark.parametrize(
     "settings",
-    [_PAST, _FULL, ("data.label_share=0.25",)],
+    [
+        pytest.param(_PAST, marks=pytest.mark.proof),
+        pytest.param(_FULL, marks=pytest.mark.proof),
+        ("data.label_share=0.25",),
+    ],
     ids=["adapters", "two-models", "few-labels"],
 )
 def test_a_game_with_workers_is_that_of_one_process(

@@ -54,7 +54,7 @@ def rounds(make_game, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("alone", "together"),
     [
-        ((), ()),
+        pytest.param((), (), marks=pytest.mark.proof),
         pytest.param((CUT,), (CUT,), marks=pytest.mark.proof),
         pytest.param(CRITIC, CRITIC, marks=pytest.mark.proof),
         pytest.param((CUT,), (CUT, ZERO2), marks=pytest.mark.proof),
@@ -86,15 +86,16 @@ def test_ten_updates_of_both_players_agree_with_one_process(
         assert any(mine.abs().sum() > 0 for mine in one["weights"][role])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("alone", "together"),
     [
-        pytest.param((), (), marks=pytest.mark.proof),
-        pytest.param((), (ZERO2,), marks=pytest.mark.proof),
-        pytest.param(FULL, (*FULL, FSDP), marks=pytest.mark.proof),
-        pytest.param(FEW, FEW, marks=pytest.mark.proof),
+        ((), ()),
+        ((), (ZERO2,)),
+        (FULL, (*FULL, FSDP)),
+        (FEW, FEW),
         (REMEMBERED, (*REMEMBERED, FSDP)),
-        pytest.param(REMEMBERED, (*REMEMBERED, ZERO3), marks=pytest.mark.proof),
+        (REMEMBERED, (*REMEMBERED, ZERO3)),
     ],
     ids=["replicated", "zero2", "fsdp-full", "few-labels", "fsdp", "zero3"],
 )
@@ -129,6 +130,7 @@ def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
         _assert_alike(two[2], _rows(own)[2])
 
 
+@pytest.mark.proof
 def test_two_processes_tell_all_that_was_asked(make_game, demo_cache, run_processes, tmp_path, monkeypatch):
     make_game()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "infer"))
