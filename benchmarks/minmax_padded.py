@@ -122,9 +122,6 @@ class PaddedOptimizer:
     `first_logps` are the log-probs of the completions before the last updates.
     """
 
-    average = None
-    kl_multiplier = 0.0
-
     def __init__(
         self,
         player: PaddedPlayer,
@@ -152,9 +149,6 @@ class PaddedOptimizer:
         """See `PlayerOptimizer.begin_step`."""
         del step
         return self.learning_rate
-
-    def end_step(self) -> None:
-        """Nothing: there is no average."""
 
     def update(self, rollouts: Sequence[Rollout], advantages: Tensor, *, updates: int) -> dict[str, float]:
         """See `PlayerOptimizer.update`; there is no KL stop."""

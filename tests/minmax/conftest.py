@@ -38,7 +38,6 @@ EVERYTHING = (
     "monitor_model.lr_scheduler_type=cosine",
     "constraint.rule=pid",
     "constraint.warmup_steps=1",
-    "kl_constraint.threshold=0.001",
     "diagnostics.cross_play_steps=1",
     "guards.patience=2",
     "guards.zero_std_share=0.1",

@@ -10,8 +10,6 @@ from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 class Recorder:
     """Takes the place of a player's optimizer and notes what it is given."""
 
-    kl_multiplier = 0.0
-
     def __init__(self):
         self.calls = []
 

@@ -113,13 +113,6 @@ def test_a_multiplier_at_its_bound_under_violation():
     assert findings(broken * 3) == []
 
 
-def test_the_multiplier_of_the_kl_is_named_by_its_section():
-    config = MinMaxConfig.from_dict({"kl_constraint": {"threshold": 0.5}})
-    assert findings([saturated("kl", 0.4)] * 20, config) == []
-    [told] = findings([saturated("kl", 0.6)] * 20, config)
-    assert "kl_constraint.lambda_max" in told
-
-
 def test_a_resumed_doctor_goes_on():
     rows = [{"policy/parse_rate": 0.1, **saturated("truthfulness", 0.2)}] * 12
     whole = Doctor(CONFIG)

@@ -30,7 +30,6 @@ def of_run(config: MinMaxConfig) -> list[str]:
         ("monitor_model.vf_coef=1", []),
         ("constraint.lambda_max=10", ["constraint.rule=fixed"]),
         ("constraint.derivative_gain=1", []),
-        ("kl_constraint.step_size=1", ["kl_constraint.rule=fixed"]),
         ("training.monitor_steps=4", ["training.monitor_updates_per_policy=0"]),
         ("training.monitor_warmup_steps=4", ["training.monitor_updates_per_policy=0"]),
         ("game.break_even_factor=3", ["game.w_judge=1"]),

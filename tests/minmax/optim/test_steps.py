@@ -5,7 +5,6 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_minmax import MinMaxConfig, MinMaxTrainer
-from rlhf_minmax.config.constraints import KLConstraint
 from rlhf_minmax.constraints.controllers import Controller
 from rlhf_minmax.dual_ascent import DualSettings
 from rlhf_minmax.optim.player import sequence_advantages
@@ -63,7 +62,6 @@ def test_the_parts_of_a_pid_multiplier_add_up_to_it():
     [
         ({"policy_model": {"adam_betas": [2.0, 3.0]}}, "expected two in"),
         ({"policy_model": {"adam_betas": [0.9, 1.0]}}, "expected two in"),
-        ({"kl_constraint": {"start": 21}}, "start 21.0 is above lambda_max 20.0"),
         ({"training": {"constraint_penalty_lambda": 50}}, "50.0 is above constraint.lambda_max 20.0"),
     ],
 )
@@ -75,4 +73,3 @@ def test_settings_that_are_refused(section, message):
 def test_a_fixed_multiplier_has_no_bounds():
     fixed = {"training": {"constraint_penalty_lambda": 50}, "constraint": {"rule": "fixed"}}
     assert MinMaxConfig.from_dict(fixed).training.constraint_penalty_lambda == 50
-    assert KLConstraint.from_dict({"rule": "fixed", "start": 30}).start == 30

@@ -166,13 +166,13 @@ def test_findings_constraints_and_measures_on_request_are_shown(run):
     findings = [{"step": 12, "text": "lower it: " + EVIL}, {"step": 40, "text": "raise it"}]
     after = {**BLOCK, "minmax/exploitability": 0.375, "minmax/hacking_gap": -0.125}
     run.write_results({**RESULTS, "after": after, "findings": findings})
-    run.write_config({"constraint": {"threshold": 0.05}, "kl_constraint": {"threshold": 0.875}})
-    for name, value in (("truthfulness", 1.375), ("kl", 2.625), ("odd<b>", None)):
+    run.write_config({"constraint": {"threshold": 0.05}})
+    for name, value in (("truthfulness", 1.375), ("earlier", 2.625), ("odd<b>", None)):
         row = {f"dual/{name}/lambda": value, f"constraint/{name}/violation_ema": 0.4375}
         run.append_metrics({"phase": "minmax", "step": 3, **row})
     _, page = render(run)
     assert f"Step 12 lower it: {EVIL}Step 40 raise it" in page.text
-    for row in ("truthfulness0.0501.3750.438", "kl0.8752.6250.438", "odd<b>––0.438"):
+    for row in ("truthfulness0.0501.3750.438", "earlier–2.6250.438", "odd<b>––0.438"):
         assert row in page.text
     for row in ("minmax/exploitability––0.375", "minmax/hacking_gap––−0.125"):
         assert row in page.text

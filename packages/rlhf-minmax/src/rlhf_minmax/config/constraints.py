@@ -1,4 +1,4 @@
-"""Settings of constraints, of the controllers that move their multipliers, and of guards."""
+"""Settings of the constraint, of the controller that moves its multiplier, and of guards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_minmax.dual_ascent import DualRule, DualSettings
 from rlhf_minmax.formats import MIN_EVIDENCE_WORDS
 
 
-class DualConfig(BaseConfig):
-    """How a multiplier λ moves."""
+class ConstraintConfig(BaseConfig):
+    """The monitor's truthfulness constraint, and how its λ moves."""
 
     threshold: float = Field(default=0.05, ge=0)
     """Violation that is tolerated."""
@@ -32,6 +32,13 @@ class DualConfig(BaseConfig):
     """P of rule pid, relative to step_size."""
     derivative_gain: float = Field(default=0.5, ge=0)
     """D of rule pid, relative to step_size; reacts only to a rising violation."""
+    measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
+    """Measure of violation: errors balanced over right and wrong answers, all errors, or the Brier score."""
+    check_evidence: bool = True
+    """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
+    min_evidence_words: int = Field(default=MIN_EVIDENCE_WORDS, ge=1)
+    """Fewest words of a sentence, in a row, that are a quotation of a story from a file; a whole sentence
+    may be shorter."""
 
     @model_validator(mode="after")
     def _bounds_fit_the_rule(self) -> Self:
@@ -55,37 +62,10 @@ class DualConfig(BaseConfig):
             warmup_steps=self.warmup_steps,
         )
 
-
-class ConstraintConfig(DualConfig):
-    """The monitor's truthfulness constraint; its λ starts at `training.constraint_penalty_lambda`."""
-
-    measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
-    """Measure of violation: errors balanced over right and wrong answers, all errors, or the Brier score."""
-    check_evidence: bool = True
-    """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
-    min_evidence_words: int = Field(default=MIN_EVIDENCE_WORDS, ge=1)
-    """Fewest words of a sentence, in a row, that are a quotation of a story from a file; a whole sentence
-    may be shorter."""
-
     @model_validator(mode="after")
     def _threshold_is_a_share(self) -> Self:
         if self.threshold > 1:
             raise ValueError(f"threshold {self.threshold} is a share of critiques; expected at most 1")
-        return self
-
-
-class KLConstraint(DualConfig):
-    """A limit on the policy's mean k3 KL to the reference, whose multiplier adds to `beta` in its loss."""
-
-    threshold: float = Field(default=0.5, ge=0)
-    """KL that is tolerated, in nats per token."""
-    start: float = Field(default=1.0, ge=0)
-    """Multiplier λ at the start."""
-
-    @model_validator(mode="after")
-    def _start_is_within_bounds(self) -> Self:
-        if self.rule != "fixed" and self.start > self.lambda_max:
-            raise ValueError(f"start {self.start} is above lambda_max {self.lambda_max}; lower it")
         return self
 
 

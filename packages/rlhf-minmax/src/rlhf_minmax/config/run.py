@@ -12,7 +12,7 @@ from rlhf_data import (
     BaseConfig,
     ModelPath,
 )
-from rlhf_minmax.config.constraints import ConstraintConfig, GuardConfig, KLConstraint
+from rlhf_minmax.config.constraints import ConstraintConfig, GuardConfig
 from rlhf_minmax.config.data import DataConfig
 from rlhf_minmax.config.scorers import HeldOutConfig, JudgeConfig, RewardModelConfig
 from rlhf_minmax.config.training import TrainingConfig
@@ -252,8 +252,6 @@ class MinMaxConfig(BaseConfig):
     """Rewards and the policy-gradient step."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Truthfulness and its multiplier."""
-    kl_constraint: KLConstraint | None = None
-    """A limit on the policy's KL to its start, with a multiplier of its own; null: none."""
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Additional measurements, at the start, at the end and with every evaluation."""
     guards: GuardConfig = GuardConfig()

@@ -11,8 +11,6 @@ from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
 
 TRUTHFULNESS = "truthfulness"
 """The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
-KL = "kl"
-"""The limit on the policy's KL to its start."""
 
 
 class Controller:

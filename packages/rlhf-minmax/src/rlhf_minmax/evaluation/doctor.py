@@ -194,16 +194,15 @@ class Doctor:
             if not (key.startswith("dual/") and key.count("/") == 2 and key.endswith("/saturated")):
                 continue
             name = key.split("/")[1]
-            where = "kl_constraint" if name == "kl" else "constraint"
-            threshold = getattr(self.config, where).threshold
+            threshold = self.config.constraint.threshold
             violated = (metrics[f"constraint/{name}/violation_ema"] or 0.0) > threshold
             self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
             if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
                 self.said.append(key)
                 found.append(
                     f"the multiplier of {name} has been at its bound for {_SATURATED_STEPS} steps and the "
-                    f"constraint is still violated; raise {where}.lambda_max or {where}.threshold, or train "
-                    "that player more"
+                    "constraint is still violated; raise constraint.lambda_max or constraint.threshold, or "
+                    "train the monitor more"
                 )
         return found
 

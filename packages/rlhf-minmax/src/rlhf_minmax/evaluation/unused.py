@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
-from rlhf_minmax.config.constraints import DualConfig
 from rlhf_minmax.config.run import MinMaxConfig
 
 _GAINS = ("proportional_gain", "derivative_gain")
@@ -18,7 +16,7 @@ def unused_settings(config: MinMaxConfig, steps: int) -> list[str]:
     """Settings that differ from their defaults and do nothing in a run of `steps` steps, and why."""
     found = []
     for section, names, why in (*_unused(config), *_too_late(config, steps)):
-        values: Any = attrgetter(section)(config)
+        values: Any = getattr(config, section)
         fields = type(values).model_fields
         changed = [name for name in names if getattr(values, name) != fields[name].default]
         if changed:
@@ -30,12 +28,12 @@ def unused_settings(config: MinMaxConfig, steps: int) -> list[str]:
 def _unused(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Sections, names of settings in them that do nothing, and why."""
     yield from _of_the_players(config)
-    for section, dual in _duals(config):
-        if dual.rule == "fixed":
-            names = ("step_size", "warmup_steps", "lambda_min", "lambda_max", *_GAINS)
-            yield section, names, f"{section}.rule is fixed"
-        elif dual.rule != "pid":
-            yield section, _GAINS, f"{section}.rule is {dual.rule}, not pid"
+    rule = config.constraint.rule
+    if rule == "fixed":
+        names = ("step_size", "warmup_steps", "lambda_min", "lambda_max", *_GAINS)
+        yield "constraint", names, "constraint.rule is fixed"
+    elif rule != "pid":
+        yield "constraint", _GAINS, f"constraint.rule is {rule}, not pid"
     if config.training.monitor_updates_per_policy == 0:
         yield "training", ("monitor_learning_rate", "monitor_steps"), _NOT_TRAINED
         if config.training.monitor_warmup_steps:
@@ -68,10 +66,3 @@ def _of_the_players(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...]
             yield role, _LORA, f"{role}.use_lora is false"
         if player.baseline != "critic":
             yield role, ("lam", "vf_coef"), f"{role}.baseline is {player.baseline}, not critic"
-
-
-def _duals(config: MinMaxConfig) -> Iterator[tuple[str, DualConfig]]:
-    """Every constraint that the game has, by its section."""
-    yield "constraint", config.constraint
-    if config.kl_constraint is not None:
-        yield "kl_constraint", config.kl_constraint

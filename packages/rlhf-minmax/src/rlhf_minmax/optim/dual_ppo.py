@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.constraints.controllers import KL, TRUTHFULNESS, Controller, under_short_names
+from rlhf_minmax.constraints.controllers import TRUTHFULNESS, Controller, under_short_names
 from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.dual_ascent import DualState
 from rlhf_minmax.game.forward_pass import Answer, MinMaxOutput, MinMaxPipeline
@@ -23,13 +23,13 @@ Metrics = dict[str, float | None]
 
 
 class DualPPOOptimizer:
-    """Monitor inner updates, policy outer update, dual ascent on every multiplier.
+    """Monitor inner updates, policy outer update, dual ascent on the multiplier.
 
     The monitor's reward for critique j of answer i is -a · w_judge · J_ij - λ · v_ij - penalty, where a is
     `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and
     cancels in the baseline, the mean over the answer's K critiques. The policy's reward is w_reward · R_i +
     w_judge · mean_k J_ik - penalty with fresh critiques of the updated monitor; its baseline is the mean over
-    the story's N answers. A limit on the policy's KL adds its λ to the weight of the KL in the loss.
+    the story's N answers.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.
@@ -57,8 +57,6 @@ class DualPPOOptimizer:
         if config.training.monitor_updates_per_policy == 0:
             dual = replace(dual, rule="fixed")  # λ has no effect
         self._truth = Controller(TRUTHFULNESS, dual, config.training.constraint_penalty_lambda)
-        limit = config.kl_constraint
-        self.kl = limit and Controller(KL, limit.dual_settings(), limit.start)
         if adversary:
             self.monitor = self._player("monitor", total_steps)
             self.guard = MonitorGuard(config.guards, self.monitor.parameters)
@@ -222,8 +220,6 @@ class DualPPOOptimizer:
         rewards = rewards - self.config.game.unparsable_answer_penalty * unparsable
         groups = torch.tensor([answer.story for answer in answers])
         rollouts = [answer.rollout for answer in answers if answer.rollout is not None]
-        if self.kl is not None:
-            self.policy.kl_multiplier = self.kl.state.multiplier
         with self.pipeline.watch.timing("policy_update"):
             metrics = self.policy.update(
                 rollouts,
@@ -231,8 +227,7 @@ class DualPPOOptimizer:
                 updates=self.config.training.policy_updates,
             )
         metrics["frac_groups_zero_std"] = float(zero_std_fraction(rewards, groups))
-        moved = {} if self.kl is None else self.kl.update(metrics["kl_start"])
-        return {f"policy/{name}": value for name, value in metrics.items()} | moved
+        return {f"policy/{name}": value for name, value in metrics.items()}
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the players' optimizer states into a folder; everything else, for the trainer's JSON.
@@ -246,7 +241,7 @@ class DualPPOOptimizer:
         if self.policy_guard is not None:
             self.policy_guard.save(folder / "good_policy")
         return {
-            "controllers": {each.name: each.to_dict() for each in self._all_controllers()},
+            "dual": self._truth.to_dict(),
             "guard": self.guard and self.guard.to_dict(),
             "policy_guard": self.policy_guard and self.policy_guard.to_dict(),
         }
@@ -259,8 +254,4 @@ class DualPPOOptimizer:
             self.guard.load(state["guard"], folder / "good_monitor")
         if self.policy_guard is not None and state.get("policy_guard"):  # older checkpoints have none
             self.policy_guard.load(state["policy_guard"], folder / "good_policy")
-        for controller in self._all_controllers():
-            controller.load(state["controllers"][controller.name])
-
-    def _all_controllers(self) -> list[Controller]:
-        return [self._truth] if self.kl is None else [self._truth, self.kl]
+        self._truth.load(state["dual"])

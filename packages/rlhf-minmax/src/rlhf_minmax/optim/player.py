@@ -97,7 +97,6 @@ class PlayerOptimizer:
         self.target_kl = game.target_kl if settings.target_kl is None else settings.target_kl
         self.max_grad_norm, self.max_tokens = training.max_grad_norm, training.max_tokens_per_batch
         self.learning_rate, self.total_steps = learning_rate, total_steps
-        self.kl_multiplier = 0.0
         self.parameters: list[torch.nn.Parameter] = list(player.parameters())
         self.role = None if shared is None else shared.role_of(player)
         if shared is not None and self.role is not None:
@@ -251,7 +250,7 @@ class PlayerOptimizer:
                     clip_high=self.epsilon,
                 )
                 divergence = kl_k3(result.logps, part.ref_logps).sum()
-                loss = policy.loss + (self.beta + self.kl_multiplier) * divergence
+                loss = policy.loss + self.beta * divergence
                 error = torch.zeros((), device=self.player.device)
                 if values is not None and part.old_values is not None and part.returns is not None:
                     error = value_loss(values, part.old_values, part.returns, clip_range=_VALUE_CLIP).loss

@@ -104,8 +104,7 @@ def outcome(metrics: Rows, results: dict[str, Any]) -> str:
 
 def _thresholds(config: dict[str, Any]) -> dict[str, float | None]:
     """The threshold of each constraint by its name in metrics."""
-    sections = {"truthfulness": "constraint", "kl": "kl_constraint"}
-    return {name: (config.get(section) or {}).get("threshold") for name, section in sections.items()}
+    return {"truthfulness": (config.get("constraint") or {}).get("threshold")}
 
 
 def _drawn(panels: Mapping[str, Panel | None]) -> list[Panel]:
