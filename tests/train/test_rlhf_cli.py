@@ -25,6 +25,14 @@ SMALL = (
     *("--set=sft.per_device_train_batch_size=4", "--set=reward.per_device_train_batch_size=4"),
     *("--set=ppo.per_device_train_batch_size=4", "--set=ppo.max_completion_length=8", "--max-steps=2"),
 )
+
+
+def small(*stages: str) -> list[str]:
+    """What `SMALL` has for these stages; settings of stages that do not run are refused."""
+    others = tuple(f"--set={stage}." for stage in {"sft", "reward", "ppo"} - set(stages))
+    return [option for option in SMALL if not option.startswith(others)]
+
+
 FILES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
 DEMO = {
     **{"pretrain_steps": 10, "sft_steps": 10, "reward_steps": 4, "judge_steps": 4},
@@ -163,21 +171,21 @@ def test_a_run_goes_on_in_the_stage_that_it_was_in(
 def test_stages_by_themselves_and_rows_by_name(train: Train, data: Path, tiny_model_folder: Path) -> None:
     model = f"--model={tiny_model_folder}"
     first = (f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", "--seed=3")
-    done(train("rlhf", model, *first, *SMALL, "--output-dir=first"))
+    done(train("rlhf", model, *first, *small("sft"), "--output-dir=first"))
     assert {path.name for path in Path("first").iterdir()} == {"config.json", "results.json", "sft"}
     assert read_json("first/sft/config.json")["seed"] == 3
     second = (f"--preference-data={data / 'preference.jsonl'}", "--stage=reward")
-    done(train("rlhf", "--model=first/sft/final", *second, *SMALL, "--output-dir=second"))
+    done(train("rlhf", "--model=first/sft/final", *second, *small("reward"), "--output-dir=second"))
     third = (f"--data={data}", "--stage=ppo", "--reward-model=second/reward/final")
-    done(train("rlhf", "--model=first/sft/final", *third, *SMALL, "--output-dir=third"))
+    done(train("rlhf", "--model=first/sft/final", *third, *small("ppo"), "--output-dir=third"))
     assert read_json("third/ppo/config.json")["reward"] == [str(Path("second/reward/final").absolute())]
     ruled = ("--set=ppo.reward=[length:target=4, exact]", "--set=ppo.reward_weights=[1,2]", "--stage=ppo")
-    done(train("rlhf", model, f"--data={data}", *ruled, *SMALL, "--output-dir=ruled"))
+    done(train("rlhf", model, f"--data={data}", *ruled, *small("ppo"), "--output-dir=ruled"))
     assert "rewards/exact/mean" in metrics_of(Path("ruled/ppo"))[0]
     without = (f"--data={data}", "--reward-model=second/reward/final")  # there is no reward model to train
-    done(train("rlhf", model, *without, *SMALL, "--dry-run", "--output-dir=planned"))
+    done(train("rlhf", model, *without, *small("sft", "ppo"), "--dry-run", "--output-dir=planned"))
     (data / "preference.jsonl").unlink()
-    done(train("rlhf", model, *without, *SMALL, "--output-dir=fourth"))
+    done(train("rlhf", model, *without, *small("sft", "ppo"), "--output-dir=fourth"))
     assert {path.name for path in Path("fourth").iterdir()} == {"config.json", "results.json", "sft", "ppo"}
 
 
@@ -347,7 +355,7 @@ def test_options_that_it_does_not_have(train: Train) -> None:
 
 def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Path) -> None:
     models = (f"--model={whole.run / 'sft/final'}", f"--reward-model={whole.run / 'reward/final'}")
-    options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *SMALL)
+    options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *small("ppo"))
     done(train("rlhf", *options, "--output-dir=run"))
     assert list(read_json("run/results.json")["stages"]) == ["ppo"]
 
@@ -356,7 +364,7 @@ def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Pat
 def test_a_model_from_a_description(train: Train, data: Path, tmp_path: Path, option: str) -> None:
     shape = tmp_path / "shape.yaml"
     shape.write_text("n_embd: 32\nn_layer: 1\nn_head: 2\nvocab_size: 300\nmax_seq_length: 256\n")
-    options = (option, shape, f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", *SMALL)
+    options = (option, shape, f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", *small("sft"))
     done(train("rlhf", *options, "--output-dir=run"))
     model = read_json("run/sft/final/config.json")
     assert (model["model_type"], model["n_embd"], model["n_layer"]) == ("gpt2", 32, 1)
