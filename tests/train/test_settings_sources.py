@@ -39,6 +39,8 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("grpo", "{}", ["--set", "num_generations=0", "--reward", "length"], "--set num_generations=0"),
         ("minmax", "{}", ["--set", "constraint.lambda_min=30"], "c.yaml with --set constraint.lambda_min=30"),
         ("rlhf", "seed: 1", ["--set", "seed=x"], "--set seed=x"),
+        ("rlhf", "seed: 1", ["--set", "ppo.kl_cof=1"], "--set ppo.kl_cof=1: unknown key kl_cof"),
+        ("rlhf", "ppo: {kl_cof: 1}", ["--set", "seed=1"], "c.yaml: ppo: unknown key kl_cof"),
         ("rlhf", "method: dpo", ["--set", "seed=1"], "c.yaml"),
         ("rlhf", "sft: 3", ["--max-steps", "1"], "c.yaml"),
         ("pipeline", str(PIPELINE), ["--set", "stages.sft.launchh=1"], "--set stages.sft.launchh=1"),
@@ -55,6 +57,14 @@ def test_what_is_at_fault_is_named(said, command: str, config: str, given: list[
     Path("c.yaml").write_text(config, encoding="utf-8")
     Path("ray.yaml").write_text("workers: 2", encoding="utf-8")
     assert said(command, "--config", "c.yaml", *given, "--dry-run").startswith(f"Error: {place}")
+
+
+def test_without_a_file_none_is_named(said) -> None:
+    assert said("minmax", "--set", "constraint.lambda_min=30").startswith(
+        "Error: --set constraint.lambda_min=30"
+    )
+    every = said("rlhf", "--set", "ppo.zzzzzz=1")
+    assert every.startswith("Error: --set ppo.zzzzzz=1") and "rlhf-train settings ppo" in every
 
 
 def test_a_setting_that_is_gone_is_an_unknown_key(said) -> None:

@@ -118,6 +118,12 @@ def test_rounds_end(byte_tokenizer: Any, until: Any, says: Any, drafts: int) -> 
     assert len(refine.refine(["q"])[0].drafts) == drafts
 
 
+def test_nothing_is_asked_after_the_last_prompt_has_ended(byte_tokenizer: Any) -> None:
+    refine, engine = refiner(byte_tokenizer, lambda text: " x", rules=RefinerRules(1000, until="score"))
+    assert len(refine.refine(["q"])[0].drafts) == 2
+    assert len(engine.read) == 3  # a draft, its critique, and a rewrite that is no better
+
+
 def test_prompts_end_by_themselves_and_their_columns_go_with_them(byte_tokenizer: Any) -> None:
     def says(text: str) -> str:
         return " no problem" if text.endswith("critique:") and text.startswith("a") else counting(text)

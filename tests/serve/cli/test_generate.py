@@ -98,6 +98,15 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     assert again.exit_code == 0 and len(read_lines(output)) == 8
 
 
+def test_the_input_is_not_the_output(folders: Path, rows: Path, tmp_path: Path) -> None:
+    before, link = rows.read_bytes(), tmp_path / "link.jsonl"
+    link.symlink_to(rows)
+    for output in (rows, link):
+        result = run(folders, rows, output, "--overwrite")
+        assert result.exit_code == 2 and "is the input" in result.stderr
+    assert rows.read_bytes() == before
+
+
 def test_a_refused_run_writes_nothing_and_loses_nothing(folders: Path, rows: Path, tmp_path: Path) -> None:
     output, wrong = tmp_path / "new" / "out.jsonl", ("--draft-model", str(folders / "reward"))
     assert run(folders, rows, output, *wrong).exit_code == 2

@@ -67,6 +67,10 @@ ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_f
 """A model's folder, the folder of a run, for the model that it left, or a name on the hub."""
 
 
+_NO_FILE = "config"
+"""What settings are called that come from no file."""
+
+
 @dataclass(frozen=True)
 class SettingsSource:
     """What a config's values come from, so that a message names the one at fault.
@@ -78,7 +82,7 @@ class SettingsSource:
         listed_by: the command that prints every key, which an unknown one is answered with; empty for none.
     """
 
-    name: str = "config"
+    name: str = _NO_FILE
     given: tuple[tuple[str, str], ...] = ()
     listed_by: str = ""
 
@@ -98,13 +102,16 @@ class SettingsSource:
         part = [words for k, words in inside.items() if re.search(rf"(?<![\w.]){re.escape(k)}(?!\w)", reason)]
         if key and not reason:
             part = list(inside.values())
-        return f"{self.name} with {', '.join(dict.fromkeys(part))}" if part else self.name
+        words = ", ".join(dict.fromkeys(part))
+        if self.name == _NO_FILE and words:
+            return words
+        return f"{self.name} with {words}" if words else self.name
 
     def of_section(self, section: str) -> SettingsSource:
         """What the values of a section come from, whose keys are relative to it."""
         prefix = f"{section}."
         inside = tuple((k.removeprefix(prefix), words) for k, words in self.given if k.startswith(prefix))
-        return SettingsSource(f"{self.name}: {section}", inside)
+        return SettingsSource(f"{self.name}: {section}", inside, self.listed_by)
 
 
 def overrides_given(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -218,7 +225,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         parts = key.strip().split(".")
         if not found or not all(parts):
             raise UserError(
-                f"override {override!r} is not of the form key=value, such as training.seed=1",
+                f"override {override!r} is not of the form key=value or section.key=value",
                 code="invalid_override",
             )
         section = result

@@ -49,10 +49,15 @@ def _flag_of(name: str) -> str:
 
 def check_inputs(settings: ModelSettings) -> None:
     """Look for the models and files that the settings name by a path."""
-    if isinstance(settings, FileSettings) and not Path(settings.input_path).exists():
-        raise UserError(
-            f"data file {settings.input_path} does not exist; check the path", code="file_not_found"
-        )
+    if isinstance(settings, FileSettings):
+        rows, output = Path(settings.input_path), Path(settings.output_path)
+        if not rows.exists():
+            raise UserError(f"data file {rows} does not exist; check the path", code="file_not_found")
+        if output.exists() and output.samefile(rows):
+            raise UserError(
+                f"--output {output} is the input, which would be lost; name another file",
+                code="conflicting_options",
+            )
     critic = getattr(settings, "critic", None)
     for name in (settings.model, settings.draft_model, critic, *settings.reward):
         if name is not None and ":" not in name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,21 @@ def resolve_config(options: dict[str, Any], source: SettingsSource) -> RLHFConfi
         values[first] = {**values.get(first, {}), "model_config": model_config}
     config = RLHFConfig.from_dict(values, where=source)
     _refuse_unused(config, written, options["overrides"])
+    for stage in ("ppo",) if config.embedded else config.stages:
+        _refuse_unknown(stage, getattr(config, stage), source)
     return config
+
+
+def _refuse_unknown(stage: str, section: dict[str, Any], source: SettingsSource) -> None:
+    """Refuse keys that a stage does not have before torch is loaded; values are looked at when it begins."""
+    from rlhf_algos import METHODS
+
+    own = replace(source.of_section(stage), listed_by=f"rlhf-train settings {stage}")
+    try:
+        METHODS[stage].resolve(section, where=own)
+    except UserError as error:
+        if error.code == "unknown_key":
+            raise
 
 
 def _refuse_unused(config: RLHFConfig, written: Sequence[str], overrides: Sequence[str]) -> None:

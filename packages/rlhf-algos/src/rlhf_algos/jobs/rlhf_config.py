@@ -59,7 +59,7 @@ class RLHFConfig(BaseConfig):
             )
         rewarded = "reward" in self.stages or self.reward_model or self.ppo.get("reward")
         if "ppo" in self.stages and not rewarded and not self.embedded:
-            raise ValueError("the stage ppo without the stage reward needs a reward_model; name one")
+            raise ValueError("stages has ppo without reward, so the stage ppo needs a reward_model; name one")
         return self
 
     @property

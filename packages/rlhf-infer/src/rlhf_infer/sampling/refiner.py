@@ -126,6 +126,8 @@ class IterativeRefiner:
         self._draft(cases, 0)
         going = cases
         for round in range(1, self.rules.max_rounds + 1):
+            if not going:
+                break
             going = self._criticise(going, round)
             going = [case for case in going if not self.rules.finds_nothing(case.critique)]
             going = self._draft(going, round)
