@@ -76,10 +76,7 @@ CONFIG = MinMaxConfig.from_dict(
             "eval_steps": FIRST_STEPS,
         },
         "game": {"num_generations": 2, "num_critiques": 2, "policy_critiques": 1},
-        "constraints": {
-            "monitor": {"length": {}, "format": {"rule": "pid"}, "evidence": {}},
-            "policy": {"kl": {}, "length": {}, "refusal": {}},
-        },
+        "constraint": {"rule": "pid"},
     }
 )
 """A game with everything on that adds keys, long enough for the run doctor to find something."""
