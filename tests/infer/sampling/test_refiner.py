@@ -121,7 +121,7 @@ def test_rounds_end(byte_tokenizer: Any, until: Any, says: Any, drafts: int) -> 
 def test_nothing_is_asked_after_the_last_prompt_has_ended(byte_tokenizer: Any) -> None:
     refine, engine = refiner(byte_tokenizer, lambda text: " x", rules=RefinerRules(1000, until="score"))
     assert len(refine.refine(["q"])[0].drafts) == 2
-    assert len(engine.read) == 3  # a draft, its critique, and a rewrite that is no better
+    assert len(engine.read) == 3  # draft, critique, and one rewrite without a gain
 
 
 def test_prompts_end_by_themselves_and_their_columns_go_with_them(byte_tokenizer: Any) -> None:

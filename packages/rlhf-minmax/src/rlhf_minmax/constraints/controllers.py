@@ -1,4 +1,4 @@
-"""The constraints of a run, each with the multiplier that its violations move."""
+"""The constraint of a run and its multiplier, which is updated from the violations."""
 
 from __future__ import annotations
 

@@ -139,11 +139,11 @@ class Doctor:
     """
 
     def __init__(self, config: MinMaxConfig, state: Mapping[str, Any] | None = None) -> None:
-        state = state or {"said": [], "seen": {}, "saturated": {}}
+        state = state or {"said": [], "seen": {}, "saturated": 0}
         self.config = config
         self.said: list[str] = list(state["said"])
         self._seen: dict[str, list[float]] = dict(state["seen"])
-        self._saturated: dict[str, int] = dict(state["saturated"])
+        self._saturated = int(state["saturated"])
 
     def to_dict(self) -> dict[str, Any]:
         """State for a checkpoint: findings reported and values seen."""
@@ -154,7 +154,7 @@ class Doctor:
 
         `example` is an answer of the step that is worded unlike made-up ones, if there is one.
         """
-        return [*self._first_steps(metrics, example), *self._multipliers(metrics)]
+        return [*self._first_steps(metrics, example), *self._multiplier(metrics)]
 
     def unjudged(self) -> str | None:
         """That a player that is trained learned in too few steps to be judged, if so; asked at the end."""
@@ -187,24 +187,22 @@ class Doctor:
                 )
         return found
 
-    def _multipliers(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Multipliers that have been at their cap for long while their constraint is violated."""
-        found = []
-        for key, value in metrics.items():
-            if not (key.startswith("dual/") and key.count("/") == 2 and key.endswith("/saturated")):
-                continue
-            name = key.split("/")[1]
-            threshold = self.config.constraint.threshold
-            violated = (metrics[f"constraint/{name}/violation_ema"] or 0.0) > threshold
-            self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
-            if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
-                self.said.append(key)
-                found.append(
-                    f"the multiplier of {name} has been at its bound for {_SATURATED_STEPS} steps and the "
-                    "constraint is still violated; raise constraint.lambda_max or constraint.threshold, or "
-                    "train the monitor more"
-                )
-        return found
+    def _multiplier(self, metrics: Mapping[str, Any]) -> list[str]:
+        """That λ has been at its cap for long while its constraint is violated."""
+        key = "dual/truthfulness/saturated"
+        if key not in metrics:
+            return []
+        ema = metrics["constraint/truthfulness/violation_ema"] or 0.0
+        violated = ema > self.config.constraint.threshold
+        self._saturated = self._saturated + 1 if metrics[key] and violated else 0
+        if self._saturated < _SATURATED_STEPS or key in self.said:
+            return []
+        self.said.append(key)
+        return [
+            f"the multiplier of truthfulness has been at its bound for {_SATURATED_STEPS} steps and the "
+            "constraint is still violated; raise constraint.lambda_max or constraint.threshold, or train the "
+            "monitor more"
+        ]
 
 
 def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
