@@ -109,6 +109,36 @@ def test_verdicts_of_several_gates_are_one() -> None:
     assert verdict_of_all(found) == "fail"
 
 
+def test_rates_of_different_rows_are_compared_by_their_own_intervals() -> None:
+    """An answer is rated by whoever got it: the two files share no rows."""
+    gate = Gate(metric="rating", against="start", margin=0.1)
+
+    def found(new: list[int], old: list[int], gate: Gate = gate):
+        others = {"start": {"rating": scores(old)}}
+        return judge_gates([gate], {"rating": scores(new)}, others, unpaired=("rating",))[0]
+
+    same = found([1] * 240 + [0] * 60, [1] * 2400 + [0] * 600)
+    # Wilson at 90%: .8 - .7594 and .8117 - .8; square and add: hypot(.0406, .0117) = .0422 below 0
+    assert same.outcome == "pass" and same.low == pytest.approx(-0.0422, abs=2e-4)
+    assert (same.rows, same.other_rows) == (300, 3000)
+    assert found([1] * 180 + [0] * 120, [1] * 2400 + [0] * 600).outcome == "fail"
+    few = found([1] * 24 + [0] * 6, [1] * 2400 + [0] * 600)
+    # sd² = .16 + .16 · 30/3000 = .1616; (1.645 + .842)² · .1616 / .1² = 99.9, so 100 rows, 70 more
+    assert (few.outcome, few.missing_rows) == ("inconclusive", 70)
+    complaints = Gate(metric="rating", against="start", op="<", threshold=0.0)
+    assert found([1] * 10 + [0] * 290, [1] * 600 + [0] * 2400, complaints).outcome == "pass"
+
+
+def test_no_change_in_ratings_fails_in_at_most_five_percent_of_simulations() -> None:
+    rng = np.random.default_rng(7)
+    gate, failed = Gate(metric="rating", against="start", margin=0.02), 0
+    for _ in range(1000):
+        new, old = (scores(rng.random(rows) < 0.85) for rows in (150, 1500))
+        others = {"start": {"rating": old}}
+        failed += judge_gates([gate], {"rating": new}, others, unpaired=("rating",))[0].outcome == "fail"
+    assert failed <= 50
+
+
 def test_what_cannot_be_judged_is_refused() -> None:
     measured = {"reward": scores([0.1, 0.2])}
     gate = Gate(metric="reward", against="baseline", margin=0.1)

@@ -203,6 +203,28 @@ def test_an_open_gate_rejects_unless_it_is_told_to_accept(run: Any, tmp_path: Pa
     assert accepting.store.entries["gate"]["decision"] == "accepted"
 
 
+def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_path: Path) -> None:
+    def rate(name: str, liked: int, disliked: int) -> str:
+        rows = [{"prompt": "p", "completion": "c", "label": i < liked} for i in range(liked + disliked)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    known = rate("policy.jsonl", 700, 300)
+    canary = {
+        "kind": "gate",
+        "config": {"candidate": "${chosen}", "measured": rate("canary.jsonl", 14, 6), "start": known},
+        "gates": [{"metric": "rating", "against": "start", "margin": 0.1}],
+        "promotes": "policy",
+    }
+    stages = {"data": DATA, "chosen": CHOSEN, "canary": canary}
+    first = run(stages)
+    assert first.store.entries["canary"]["metrics"]["outcome"] == "inconclusive"
+    assert "policy" not in first.store.current
+    rate("canary.jsonl", 280, 120)
+    again = run(stages)
+    assert started(again) == ["canary"] and "policy" in again.store.current
+
+
 def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> None:
     good = report(tmp_path / "good", sums=[1.0] * 400)
     bad = report(tmp_path / "bad-2", sums=[0.0] * 400)
@@ -285,6 +307,9 @@ def test_wrong_settings_are_refused(stages: dict[str, Any], code: str) -> None:
         ({"kind": "refine", "config": {"prompts": "a", "model": "b", "n": 2}}, "unknown_key"),
         ({"kind": "generate", "config": {"prompts": "a"}}, "missing_key"),
         ({"kind": "filter", "config": {"rows": "a", "to": "dpo"}}, "invalid_value"),
+        ({"kind": "serve", "config": {"prompts": "a", "model": "b", "rows": 0}}, "invalid_value"),
+        ({"kind": "serve", "config": {"prompts": "a", "model": "b", "max_tokens": "many"}}, "invalid_value"),
+        ({"kind": "serve", "config": {"prompts": "a", "model": "b", "n": 4}}, "invalid_value"),
     ],
 )
 def test_settings_of_stages_are_refused_before_anything_runs(

@@ -86,12 +86,26 @@ def test_scores_of_reports(tmp_path: Path) -> None:
     (tmp_path / "completions/policy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     accuracy = {"by": "reward", "pairs": 4, "accuracy": {"estimate": 0.75}}
     (tmp_path / "results.json").write_text(json.dumps({"reward_accuracy": [accuracy]}))
-    scores, suites = scores_of(tmp_path)
-    assert suites == []
-    assert scores["reward"] == {"p": 1.5} and scores["truncated"] == {"p": 0.5}
-    assert sum(scores["reward_accuracy"].values()) == 3 and len(scores["reward_accuracy"]) == 4
+    found = scores_of(tmp_path)
+    assert found.suites == found.unpaired == ()
+    assert found.metrics["reward"] == {"p": 1.5} and found.metrics["truncated"] == {"p": 0.5}
+    accuracies = found.metrics["reward_accuracy"].values()
+    assert sum(accuracies) == 3 and len(accuracies) == 4
     with raises_error("no_evaluation"):
         scores_of(tmp_path / "completions")
+
+
+def test_a_file_of_ratings_has_one_metric_which_pairs_with_none(tmp_path: Path) -> None:
+    ratings = tmp_path / "ratings.jsonl"
+    ratings.write_text('{"prompt": "p", "completion": "c", "label": true}\n{"label": false}\n')
+    found = scores_of(ratings)
+    assert list(found.metrics["rating"].values()) == [1.0, 0.0] and found.unpaired == ("rating",)
+    ratings.write_text('{"prompt": "p", "completion": "c", "label": "up"}\n')
+    with raises_error("missing_value", path=str(ratings)):
+        scores_of(ratings)
+    ratings.write_text("")
+    with raises_error("no_rows"):
+        scores_of(ratings)
 
 
 def test_references_are_found_and_replaced() -> None:

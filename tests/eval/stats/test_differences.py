@@ -14,6 +14,7 @@ from rlhf_eval.stats import (
     mean_of_parts,
     non_inferior,
     paired_difference,
+    proportion_difference,
     proportion_interval,
     two_sample_difference,
     verdict_difference,
@@ -177,3 +178,12 @@ def test_the_mean_of_parts_weighs_them_equally_and_adds_squares():
     assert found.high == pytest.approx(0.7 + 0.05**0.5 / 2)
     with pytest.raises(ValueError):
         mean_of_parts([])
+
+
+def test_the_difference_of_two_rates_is_newcombes() -> None:
+    """Newcombe 1998, "Interval estimation ...", table II, method 10: 56/70 - 48/80 has .0524 to .3339."""
+    found = proportion_difference([1] * 56 + [0] * 14, [1] * 48 + [0] * 32)
+    assert found.estimate == pytest.approx(0.2)
+    assert (found.low, found.high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
+    none = proportion_difference([1] * 10, [0] * 20)  # method 10 of 10/10 - 0/20 is .6791 to 1
+    assert (none.low, none.high) == (pytest.approx(0.6791, abs=5e-5), pytest.approx(1.0))

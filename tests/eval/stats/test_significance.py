@@ -14,6 +14,7 @@ from rlhf_eval.stats import (
     benjamini_hochberg,
     detectable_difference,
     detectable_rate,
+    fisher_exact,
     holm,
     mcnemar,
     paired_power,
@@ -84,3 +85,16 @@ def test_what_no_number_shows_is_refused() -> None:
     with pytest.raises(ValueError):
         detectable_difference(1, 0)
     assert math.isfinite(detectable_difference(0, 5))
+
+
+def test_fishers_test_counts_the_ways() -> None:
+    # Of 3 + 3 rows 3 are ones. The first has at most 1 in C(3,0) C(3,3) + C(3,1) C(3,2) = 10 of 20 ways.
+    assert fisher_exact([1, 0, 0], [1, 1, 0]) == pytest.approx(0.5)
+    assert fisher_exact([0, 0, 0], [1, 1, 1]) == pytest.approx(1 / 20)
+    assert fisher_exact([1, 1, 1], [0, 0, 0]) == 1.0
+    for a, n, b, m in ((14, 150, 170, 1500), (0, 9, 40, 41), (90_000, 100_000, 180_500, 200_000)):
+        expected = oracle.fisher_exact([[a, n - a], [b, m - b]], alternative="less").pvalue
+        found = fisher_exact([1] * a + [0] * (n - a), [1] * b + [0] * (m - b))
+        assert found == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="0 and 1"):
+        fisher_exact([0.5], [1])

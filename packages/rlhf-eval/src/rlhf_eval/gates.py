@@ -1,9 +1,9 @@
-"""Gates: whether a model may take another's place, by tests on the rows that both were measured on."""
+"""Gates: whether a model may take another's place, by tests on the rows that it was measured on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -13,8 +13,10 @@ from pydantic import Field, model_validator
 from rlhf_data import BaseConfig, UserError, finite
 from rlhf_eval.stats import (
     Interval,
+    fisher_exact,
     holm,
     mean_interval,
+    proportion_difference,
     proportion_interval,
     sign_test,
     units_needed,
@@ -43,7 +45,8 @@ class Gate(BaseConfig):
     metric: str
     """Name of a measured metric, or `suites` for every capability suite, each with this condition."""
     against: Literal["start", "previous", "baseline"] | None = None
-    """What it is compared with, row by row; null compares the mean itself with the threshold."""
+    """What it is compared with, row by row where the rows are the same; null compares the mean itself with
+    the threshold."""
     margin: float | None = Field(default=None, ge=0)
     """Loss that does not matter, in units of the metric; needs `against`, and no threshold."""
     op: Literal[">", ">=", "<", "<="] = ">="
@@ -91,7 +94,8 @@ class GateVerdict:
         estimate: Mean, or mean difference.
         low: Lower end of its two-sided interval of level 1 − 2α.
         high: Upper end.
-        rows: Rows that were compared.
+        rows: Rows of the candidate.
+        other_rows: Rows that they were compared with, if those are other ones; else None.
         missing_rows: Further rows that would show a pass with probability 0.8, if no difference is the truth
             (with a margin) or the estimate is; None unless inconclusive, and where no number would.
         p_value: One-sided, of failing by chance, corrected by Holm over all gates.
@@ -106,6 +110,7 @@ class GateVerdict:
     rows: int
     missing_rows: int | None
     p_value: float
+    other_rows: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -114,8 +119,10 @@ class GateVerdict:
     @property
     def reason(self) -> str:
         """One line: what was found, and what is missing."""
+        against = "" if self.other_rows is None else f" against {self.other_rows} other ones"
         found = (
             f"{self.metric}: {self.estimate:+.4g} [{self.low:+.4g}, {self.high:+.4g}] over {self.rows} rows"
+            f"{against}"
         )
         said = {
             "pass": f"shows {self.condition}",
@@ -138,6 +145,7 @@ def judge_gates(
     others: Mapping[str, Mapping[str, Scores]] | None = None,
     *,
     suites: Sequence[str] = (),
+    unpaired: Collection[str] = (),
 ) -> list[GateVerdict]:
     """Judge every gate.
 
@@ -150,6 +158,8 @@ def judge_gates(
         measured: metrics of the candidate, their scores by row.
         others: the same of `start`, `previous` and `baseline`, as far as they are there.
         suites: names of the metrics that are capability suites.
+        unpaired: names of the metrics that are shares of right rows (0 or 1 each) and measured on other rows
+            for every model, such as the ratings of those that it was served to.
 
     Returns:
         Verdicts in the order of the gates.
@@ -168,8 +178,8 @@ def judge_gates(
             code="missing_metric",
             metric="suites",
         )
-    pairs = [_values(gate, measured, others or {}) for gate in every]
-    found = [_judge(gate, new, old) for gate, (new, old) in zip(every, pairs, strict=True)]
+    compared = [_compared(gate, measured, others or {}, gate.metric not in unpaired) for gate in every]
+    found = [_judge(gate, each) for gate, each in zip(every, compared, strict=True)]
     corrected = holm([verdict.p_value for verdict in found])
     return [
         _settle(gate, replace(verdict, p_value=p))
@@ -201,13 +211,39 @@ def rows_to_find_drop(
     return units_needed(drop, math.sqrt(changed - drop**2), power=power, level=1 - 2 * alpha / suites)
 
 
-def _values(
-    gate: Gate, measured: Mapping[str, Scores], others: Mapping[str, Mapping[str, Scores]]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """The candidate's scores, and those it is compared with, of the same rows."""
+@dataclass(frozen=True)
+class _Compared:
+    """Scores of a candidate and of what it is compared with: of the same rows, in order, if paired."""
+
+    new: np.ndarray
+    old: np.ndarray | None
+    paired: bool
+
+    @property
+    def verdicts(self) -> bool:
+        """Whether right and wrong answers to the same questions are compared."""
+        both = (self.new, self.old)
+        return self.paired and all(each is not None and np.isin(each, _VERDICTS).all() for each in both)
+
+    @property
+    def differences(self) -> np.ndarray:
+        """Of each row; the scores themselves where they are compared with none."""
+        return self.new if self.old is None else self.new - self.old
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of a row's share in the estimate."""
+        if self.paired or self.old is None:
+            return float(self.differences.std())
+        return math.sqrt(float(self.new.var()) + float(self.old.var()) * len(self.new) / len(self.old))
+
+
+def _compared(
+    gate: Gate, measured: Mapping[str, Scores], others: Mapping[str, Mapping[str, Scores]], paired: bool
+) -> _Compared:
     new = _metric(gate, measured, "candidate")
     if gate.against is None:
-        return np.array(list(new.values()), dtype=float), None
+        return _Compared(np.array(list(new.values()), dtype=float), None, paired)
     if gate.against not in others:
         raise UserError(
             f"the gate on {gate.metric} compares with {gate.against}, which was not measured; name its "
@@ -217,6 +253,8 @@ def _values(
             against=gate.against,
         )
     old = _metric(gate, others[gate.against], gate.against)
+    if not paired:
+        return _Compared(*(np.array(list(each.values()), dtype=float) for each in (new, old)), paired)
     shared = [key for key in new if key in old]
     if len(shared) < max(len(new), len(old)):
         raise UserError(
@@ -226,7 +264,7 @@ def _values(
             metric=gate.metric,
             shared=len(shared),
         )
-    return np.array([new[key] for key in shared]), np.array([old[key] for key in shared])
+    return _Compared(np.array([new[key] for key in shared]), np.array([old[key] for key in shared]), paired)
 
 
 def _metric(gate: Gate, measured: Mapping[str, Scores], whose: str) -> Scores:
@@ -240,9 +278,9 @@ def _metric(gate: Gate, measured: Mapping[str, Scores], whose: str) -> Scores:
     return measured[gate.metric]
 
 
-def _judge(gate: Gate, new: np.ndarray, old: np.ndarray | None) -> GateVerdict:
+def _judge(gate: Gate, compared: _Compared) -> GateVerdict:
     """Estimate, interval and uncorrected p-value; the outcome is settled after the correction."""
-    found = _interval(new, old, gate, 1 - 2 * gate.alpha)
+    found = _interval(compared, gate, 1 - 2 * gate.alpha)
     difference = f"difference to {gate.against}" if gate.against else "mean"
     condition = (
         f"a loss to {gate.against} of less than {gate.margin:g}"
@@ -255,9 +293,10 @@ def _judge(gate: Gate, new: np.ndarray, old: np.ndarray | None) -> GateVerdict:
         condition,
         "inconclusive",
         gate.sign * found.estimate,
-        *(ends[0], ends[1], len(new)),
-        missing_rows=_missing(gate, new, old, found),
-        p_value=_fail_p(gate, new, old, found),
+        *(ends[0], ends[1], len(compared.new)),
+        missing_rows=_missing(gate, compared, found),
+        p_value=_fail_p(gate, compared, found),
+        other_rows=None if compared.old is None or compared.paired else len(compared.old),
     )
 
 
@@ -271,61 +310,72 @@ def _settle(gate: Gate, verdict: GateVerdict) -> GateVerdict:
     return verdict
 
 
-def _interval(new: np.ndarray, old: np.ndarray | None, gate: Gate, level: float) -> Interval:
+def _interval(compared: _Compared, gate: Gate, level: float) -> Interval:
     """Interval of the mean, or of the mean difference, times the gate's sign."""
-    values = gate.sign * (new if old is None else new - old)
-    if old is not None and np.isin(new, _VERDICTS).all() and np.isin(old, _VERDICTS).all():
+    new, old = compared.new, compared.old
+    if old is not None and not compared.paired:
+        return _signed(proportion_difference(new, old, level=level), gate)
+    values = gate.sign * compared.differences
+    if compared.verdicts:
         return verdict_difference(values, level=level)
     if old is None and ((new >= 0) & (new <= 1)).all():
-        found = proportion_interval(new, level=level)
-        low, high = sorted((gate.sign * found.low, gate.sign * found.high))
-        return replace(found, estimate=gate.sign * found.estimate, low=low, high=high)
+        return _signed(proportion_interval(new, level=level), gate)
     found = mean_interval(values, level=level)
     if math.isnan(found.low) and len(values) >= _FEWEST:  # every row says the same
         return replace(found, low=found.estimate, high=found.estimate)
     return found
 
 
-def _fail_p(gate: Gate, new: np.ndarray, old: np.ndarray | None, found: Interval) -> float:
+def _signed(found: Interval, gate: Gate) -> Interval:
+    low, high = sorted((gate.sign * found.low, gate.sign * found.high))
+    return replace(found, estimate=gate.sign * found.estimate, low=low, high=high)
+
+
+def _fail_p(gate: Gate, compared: _Compared, found: Interval) -> float:
     """One-sided p-value of a mean that is at least what failing denies.
 
     Right and wrong answers against others' take McNemar's exact test; other values the bootstrap, which is
-    asked for the p-value of the shifted mean; rates the level whose interval just reaches the limit.
+    asked for the p-value of the shifted mean; rates of other rows Fisher's exact test; others the level whose
+    interval just reaches the limit.
     """
     limit = gate.fails_below
     if not found.estimate < limit:
         return 1.0
-    verdicts = old is not None and np.isin(new, _VERDICTS).all() and np.isin(old, _VERDICTS).all()
-    if old is not None and verdicts and limit == 0:
-        return sign_test(new, old) / 2
+    if compared.verdicts and compared.old is not None and limit == 0:
+        return sign_test(compared.new, compared.old) / 2
+    if compared.old is not None and not compared.paired and limit == 0:
+        first, second = (compared.new, compared.old) if gate.sign > 0 else (compared.old, compared.new)
+        return fisher_exact(first, second)
     if found.method != "studentised bootstrap" and found.method != "Student's t":
-        return _touching(gate, new, old, limit)
-    shifted = mean_interval(gate.sign * (new if old is None else new - old) - limit)
+        return _touching(gate, compared, limit)
+    shifted = mean_interval(gate.sign * compared.differences - limit)
     return 0.0 if shifted.p_value is None else shifted.p_value / 2
 
 
-def _touching(gate: Gate, new: np.ndarray, old: np.ndarray | None, limit: float) -> float:
+def _touching(gate: Gate, compared: _Compared, limit: float) -> float:
     """The α whose interval of level 1 − 2α ends at the limit, by halving."""
     low, high = 0.0, 0.5
     for _ in range(40):
         alpha = (low + high) / 2
-        if _interval(new, old, gate, 1 - 2 * alpha).high < limit:
+        if _interval(compared, gate, 1 - 2 * alpha).high < limit:
             high = alpha
         else:
             low = alpha
     return high
 
 
-def _missing(gate: Gate, new: np.ndarray, old: np.ndarray | None, found: Interval) -> int | None:
-    """Rows that are missing to show a pass with power 0.8; None where no number would."""
-    spread = float((new if old is None else new - old).std())
+def _missing(gate: Gate, compared: _Compared, found: Interval) -> int | None:
+    """Rows that are missing to show a pass with power 0.8; None where no number would.
+
+    Of the candidate; where it is compared with other rows, those have to grow with them.
+    """
     limit = gate.passes_above
     distance = -limit if gate.margin is not None else found.estimate - limit
     if not distance > 0:
         return None
-    if spread:
-        needed = units_needed(distance, spread, power=_POWER, level=1 - 2 * gate.alpha)
+    if compared.spread:
+        needed = units_needed(distance, compared.spread, power=_POWER, level=1 - 2 * gate.alpha)
     else:  # all rows agree: where Wilson's bound of a rate of 0 in n rows, z² / (n + z²), meets the limit
         odds = (1 - min(distance, 0.99)) / min(distance, 0.99)
         needed = math.ceil(normal_quantile(1 - gate.alpha) ** 2 * odds) + 1
-    return max(1, needed - len(new))
+    return max(1, needed - len(compared.new))

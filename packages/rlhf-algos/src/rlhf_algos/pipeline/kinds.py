@@ -18,7 +18,7 @@ Command = Callable[[Path, dict[str, Any]], tuple[str, list[str]]]
 """Given a stage's folder and settings, the module that runs it and its arguments, which continue what an
 interrupted process left."""
 
-NOT_YET = ("judge", "compress")
+NOT_YET = ("compress",)
 """Kinds that are planned and have no command."""
 
 
@@ -200,6 +200,10 @@ _EVALUATE_KEYS = (
     *("adversarial", "num_prompts", "winrate_prompts", "samples", "max_new_tokens", "temperature", "seed"),
     *("gen_batch_size", "dtype", "no_kl", "on_bad_row", "backend"),
 )
+_SERVE_KEYS = (
+    *("model", "prompts", "rows", "max_tokens", "temperature", "reward_model", "n", "backend"),
+    *("dtype", "device", "chat_template", "draft", "draft_model"),
+)
 FILTERS = ("pairs", "sft", "kto")
 """What a stage of kind filter makes of completions."""
 
@@ -210,6 +214,24 @@ def _check_filter(settings: dict[str, Any], where: str) -> None:
             f"{where}: to is {settings['to']!r}; expected one of {', '.join(FILTERS)}",
             code="invalid_value",
             key="to",
+        )
+
+
+def _check_serve(settings: dict[str, Any], where: str) -> None:
+    for key in ("rows", "max_tokens"):
+        value = settings.get(key, 1)
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"{where}: {key} is {value!r}; expected a whole number of at least 1",
+                code="invalid_value",
+                key=key,
+            )
+    if settings.get("n", 1) != 1 and not settings.get("temperature"):
+        raise UserError(
+            f"{where}: n is {settings['n']!r}, but at temperature 0 all candidates are the same; set "
+            "temperature too",
+            code="invalid_value",
+            key="n",
         )
 
 
@@ -279,6 +301,12 @@ KINDS: dict[str, StageKind] = {
         required=("candidate", "measured"),
         allowed=("candidate", "measured", "start", "baseline"),
         promoted="candidate",
+    ),
+    "serve": StageKind(
+        *(_step("serve"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("model", "prompts"),
+        allowed=_SERVE_KEYS,
+        check=_check_serve,
     ),
     "merge": StageKind(
         *(_merge, {"final": "model"}, ("model",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rlhf_data import RunFolder, UserError, read_rows
 
 _SUITES = "items.jsonl"
 """Of a report of kind capability: a row for every item."""
+RATING = "rating"
+"""Metric of a file of ratings: 1 where an answer was liked, else 0."""
 _COLUMNS = ("reward", "held_out_reward", "kl", "length")
 _LEAST, _MOST = 0.5, 2.0
 """Of its value in the first round, below and above which a measure of texts raises an alarm."""
@@ -25,23 +28,45 @@ def metrics_of(kind: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def scores_of(report: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Scores of an evaluation, by metric and row, and which of the metrics are capability suites."""
+@dataclass
+class Scores:
+    """What an evaluation says row by row.
+
+    Attributes:
+        metrics: the scores of each metric, by row.
+        suites: names of those that are capability suites.
+        unpaired: names of those whose rows no other evaluation has, as ratings of answers given.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    suites: tuple[str, ...] = ()
+    unpaired: tuple[str, ...] = ()
+
+
+def scores_of(report: Path) -> Scores:
+    """Scores of a report of `evaluate` or `capability`, or of a file of ratings of `rlhf-serve --feedback`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if report.is_file():
+        return Scores({RATING: _ratings(report)}, unpaired=(RATING,))
     run = RunFolder(report)
     if (report / _SUITES).is_file():
         found: dict[str, dict[str, float]] = {}
         for row in run.read_lines(_SUITES):
             found.setdefault(row["suite"], {})[row["id"]] = float(row["score"])
-        return found, list(found)
+        return Scores(found, suites=tuple(found))
     completions = report / "completions" / "policy.jsonl"
     if not completions.is_file():
         raise UserError(
-            f"{report} holds no evaluation; name the report of a stage of kind evaluate or capability",
+            f"{report} holds no evaluation; name the report of a stage of kind evaluate or capability, or a "
+            "file of ratings",
             code="no_evaluation",
             path=str(report),
         )
     rows = RunFolder(completions.parent).read_lines(completions.name)
-    return {**_by_prompt(rows), **_accuracies(report)}, []
+    return Scores({**_by_prompt(rows), **_accuracies(report)})
 
 
 def collapse_alarms(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -134,6 +159,20 @@ _READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "report/results.json": _of_report,
     "rows.jsonl": _of_rows,
 }
+
+
+def _ratings(path: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for number, row in read_rows(path):
+        if not isinstance(row.get("label"), bool):
+            raise UserError(
+                f"{path}, row {number}: no label that is true or false; expected ratings as rlhf-serve "
+                "--feedback writes them",
+                code="missing_value",
+                path=str(path),
+            )
+        found[str(number)] = float(row["label"])
+    return found
 
 
 def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

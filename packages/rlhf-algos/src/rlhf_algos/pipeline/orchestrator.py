@@ -32,14 +32,15 @@ class TrainingStage(StrEnum):
     POLICY = "policy"
     EVALUATION = "evaluation"
     SELF_IMPROVEMENT = "self_improvement"
+    INFERENCE = "inference"
     MERGING = "merging"
 
     @classmethod
     def of(cls, kind: str) -> TrainingStage:
         """That of a kind of the pipeline's stages."""
-        known = {"data": cls.INIT, "merge": cls.MERGING, "minmax": cls.POLICY}
+        known = {"data": cls.INIT, "merge": cls.MERGING, "minmax": cls.POLICY, "serve": cls.INFERENCE}
         known |= dict.fromkeys(("evaluate", "capability", "gate"), cls.EVALUATION)
-        known |= dict.fromkeys(("generate", "score", "filter"), cls.SELF_IMPROVEMENT)
+        known |= dict.fromkeys(("generate", "refine", "score", "filter"), cls.SELF_IMPROVEMENT)
         return known.get(kind) or (cls(kind) if kind in (cls.SFT, "reward", "prm") else cls.POLICY)
 
 

@@ -1,4 +1,4 @@
-"""Stages that are none of the commands': scoring and choosing completions, and gates.
+"""Stages that are none of the commands': scoring and choosing completions, gates, asking a server.
 
 `python -m rlhf_algos.pipeline.steps NAME FOLDER` does one in the folder of its stage, from its settings.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.kinds import SETTINGS
-from rlhf_algos.pipeline.measured import scores_of
+from rlhf_algos.pipeline.measured import Scores, scores_of
+from rlhf_algos.pipeline.served import serve
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
 from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
 
@@ -64,12 +65,16 @@ def choose(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def gate(folder: Path, settings: Mapping[str, Any]) -> None:
     """Judge a candidate, and write the verdict."""
-    measured, suites = _measured(settings["measured"])
+    measured = _measured(settings["measured"])
     others = {
-        name: _measured(settings[name])[0] for name in ("start", "previous", "baseline") if settings.get(name)
+        name: _measured(settings[name]).metrics
+        for name in ("start", "previous", "baseline")
+        if settings.get(name)
     }
     gates = [Gate.from_dict(each, where="gate") for each in settings["gates"]]
-    verdicts = judge_gates(gates, measured, others, suites=suites)
+    verdicts = judge_gates(
+        gates, measured.metrics, others, suites=measured.suites, unpaired=measured.unpaired
+    )
     found = {
         "outcome": verdict_of_all(verdicts),
         "reasons": [verdict.reason for verdict in verdicts],
@@ -79,22 +84,22 @@ def gate(folder: Path, settings: Mapping[str, Any]) -> None:
     print("\n".join([found["outcome"], *found["reasons"]]))
 
 
-def _measured(reports: Any) -> tuple[dict[str, dict[str, float]], list[str]]:
+def _measured(reports: Any) -> Scores:
     """Scores of several reports together."""
-    scores: dict[str, dict[str, float]] = {}
-    suites: list[str] = []
+    together = Scores({})
     for report in reports if isinstance(reports, list) else [reports]:
-        found, some = scores_of(Path(report))
-        for metric in found:
-            if metric in scores:
+        found = scores_of(Path(report))
+        for metric in found.metrics:
+            if metric in together.metrics:
                 raise UserError(
                     f"{metric} is measured in two reports of one gate; name one of them",
                     code="repeated_name",
                     metric=metric,
                 )
-        scores |= found
-        suites += some
-    return scores, suites
+        together.metrics |= found.metrics
+        together.suites += found.suites
+        together.unpaired += found.unpaired
+    return together
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -194,7 +199,12 @@ def _write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"{len(rows)} rows")
 
 
-STEPS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {"score": score, "filter": choose, "gate": gate}
+STEPS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
+    "score": score,
+    "filter": choose,
+    "gate": gate,
+    "serve": serve,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from rlhf_eval.stats.differences import mean_interval as mean_interval
 from rlhf_eval.stats.differences import mean_of_parts as mean_of_parts
 from rlhf_eval.stats.differences import non_inferior as non_inferior
 from rlhf_eval.stats.differences import paired_difference as paired_difference
+from rlhf_eval.stats.differences import proportion_difference as proportion_difference
 from rlhf_eval.stats.differences import proportion_interval as proportion_interval
 from rlhf_eval.stats.differences import two_sample_difference as two_sample_difference
 from rlhf_eval.stats.differences import verdict_difference as verdict_difference
@@ -35,6 +36,7 @@ from rlhf_eval.stats.seeds import probability_of_improvement as probability_of_i
 from rlhf_eval.stats.significance import benjamini_hochberg as benjamini_hochberg
 from rlhf_eval.stats.significance import detectable_difference as detectable_difference
 from rlhf_eval.stats.significance import detectable_rate as detectable_rate
+from rlhf_eval.stats.significance import fisher_exact as fisher_exact
 from rlhf_eval.stats.significance import holm as holm
 from rlhf_eval.stats.significance import mcnemar as mcnemar
 from rlhf_eval.stats.significance import paired_power as paired_power

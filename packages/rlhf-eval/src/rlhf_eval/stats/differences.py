@@ -183,6 +183,29 @@ def proportion_interval(
     return Interval(mean, low, high, level, method, unit, sample.units, error)
 
 
+def proportion_difference(
+    first: ArrayLike, second: ArrayLike, *, level: float = 0.95, unit: str = "row"
+) -> Interval:
+    """Rate of first (n,) − rate of second (m,), samples that share no rows, from Wilson's intervals.
+
+    With p in [l_p, u_p] and q in [l_q, u_q]: p − q − √((p − l_p)² + (u_q − q)²) to p − q + √((u_p − p)² +
+    (q − l_q)²) (Newcombe 1998, "Interval estimation for the difference between independent proportions",
+    method 10, https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<873::AID-SIM779>3.0.CO;2-I).
+
+    Raises:
+        ValueError: a value is neither 0 nor 1, or there is none.
+    """
+    check_level(level)
+    samples = [np.asarray(values, dtype=float) for values in (first, second)]
+    if any(not sample.size or not np.isin(sample, (0, 1)).all() for sample in samples):
+        raise ValueError("a difference of rates takes two samples of 0 and 1")
+    (p, q), (n, m) = (float(sample.mean()) for sample in samples), (sample.size for sample in samples)
+    (low_p, high_p), (low_q, high_q) = wilson(p, n, level=level), wilson(q, m, level=level)
+    ends = p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
+    error = math.sqrt(p * (1 - p) / n + q * (1 - q) / m)
+    return Interval(p - q, *ends, level, "Wilson, square and add", unit, n + m, error)
+
+
 def mean_of_parts(parts: Sequence[Interval]) -> Interval:
     """Mean of independent estimates, each counting the same however many rows it is of.
 

@@ -48,6 +48,29 @@ def mcnemar(first: ArrayLike, second: ArrayLike) -> float:
     return sign_test(first, second)
 
 
+def fisher_exact(first: ArrayLike, second: ArrayLike) -> float:
+    """One-sided p-value of Fisher's exact test that the first rate is no lower than the second one.
+
+    P(X ≤ k) for the k ones of the first sample, X hypergeometric: its n rows drawn from all n + m, of which
+    as many are ones as were seen (Fisher 1935, "The logic of inductive inference"). No row is in both.
+
+    Args:
+        first: (n,) of 0 and 1.
+        second: (m,) of 0 and 1.
+
+    Raises:
+        ValueError: a value is neither 0 nor 1.
+    """
+    a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    if not (np.isin(a, (0, 1)).all() and np.isin(b, (0, 1)).all()):
+        raise ValueError("Fisher's test takes two samples of 0 and 1")
+    ones, seen = int(a.sum() + b.sum()), int(a.sum())
+    taken = np.arange(max(0, ones - b.size), min(ones, a.size) + 1)  # ones that the first sample may have
+    logs = _log_comb(ones, taken) + _log_comb(a.size + b.size - ones, a.size - taken)
+    ways = np.exp(logs - logs.max())
+    return float(ways[taken <= seen].sum() / ways.sum())
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected so that any false finding among all is as rare as the level says.
 
@@ -151,6 +174,12 @@ def _binomial_cdf(most: int, n: int) -> float:
     k = np.arange(1, most + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))]) - n * math.log(2)
     return float(np.exp(logs).sum())
+
+
+def _log_comb(n: int, k: np.ndarray) -> np.ndarray:
+    """Logarithms of the binomial coefficients of n over each k."""
+    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    return factorials[n] - factorials[k] - factorials[n - k]
 
 
 def _in_order(adjusted: np.ndarray, order: np.ndarray) -> list[float]:
