@@ -50,7 +50,7 @@ def test_golden_rates() -> None:
     # Holm over the two that are not the control: .125 * 2, and max(.25, .5).
     control = replace(found, transform="none", p_value=0.01, p_holm=0.01)
     corrected = _corrected([control, found, replace(found, p_value=0.5)])
-    assert [each.p_holm for each in corrected] == [0.01, 0.25, 0.5]
+    assert [each.p_holm for each in corrected] == pytest.approx([0.01, 0.25, 0.5])
 
 
 def test_nothing_right_before_has_no_rate() -> None:
