@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from files import read_lines
@@ -59,6 +60,33 @@ def test_a_reference_model_has_thresholds_from_good_completions(tmp_path: Path, 
     assert all(row["measures"]["coherence"] is None for row in rows)
 
 
+def test_sources_are_compared_by_a_model(tmp_path: Path, byte_tokenizer: Any) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    labels = dict(enumerate(("contradiction", "neutral", "entailment")))
+    config = BertConfig(vocab_size=len(byte_tokenizer), hidden_size=16, num_hidden_layers=1, id2label=labels)
+    config.num_attention_heads = 2
+    model = BertForSequenceClassification(config)
+    torch.nn.init.zeros_(model.classifier.weight)
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([2.0, 0.0, 0.0]))  # P(contradiction) e² / (e² + 2) = .787
+    for each in (model, byte_tokenizer):
+        each.save_pretrained(tmp_path / "nli")
+    rows = [ROWS[0] | {"story": "mary is here . she sits ."}, ROWS[0] | {"story": None}, ROWS[0]]
+    data = write(tmp_path / "rows.jsonl", rows)
+    nli = ("--nli", str(tmp_path / "nli"))
+    result = run(data, *nli, "--output-dir", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    found = read_lines(tmp_path / "out/validations.jsonl")
+    assert found[0]["measures"]["contradiction"] == pytest.approx(0.787, abs=1e-3)
+    assert found[0]["flaws"][0]["span"] == [1, 17] and found[0]["flaws"][0]["evidence"] == "mary is here ."
+    assert [row["measures"]["contradiction"] for row in found[1:]] == [None, None]
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["consistency"]["rows"] == 1 and "contradiction" in results["flaws"]
+    refused = run(data, *nli, "--source", "text", "--output-dir", str(tmp_path / "no"))
+    assert refused.exit_code == 2 and "no text in text" in refused.output and not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "says"),
     [
@@ -66,6 +94,9 @@ def test_a_reference_model_has_thresholds_from_good_completions(tmp_path: Path, 
         ([], (), "no rows"),
         (ROWS, ("--human", "x.jsonl"), "--reference"),
         (ROWS, ("--reference", "/nowhere/at/all"), "/nowhere/at/all"),
+        (ROWS, ("--source", "story"), "--nli"),
+        (ROWS, ("--nli", "/nowhere/at/all"), "no text in source"),
+        ([ROWS[0] | {"source": "a"}], ("--nli", "/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )
 def test_refusals(tmp_path: Path, rows: list[Any], more: tuple[str, ...], says: str) -> None:

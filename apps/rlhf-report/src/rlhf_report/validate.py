@@ -13,9 +13,10 @@ import numpy as np
 
 from rlhf_data import RunFolder, Text, UserError, alone_in, load_records, model_folder, read_rows
 from rlhf_eval.stats import Interval, proportion_interval
-from rlhf_eval.validation import AdversarialValidator, ReferenceScorer, Validation
+from rlhf_eval.validation import AdversarialValidator, NLIModel, ReferenceScorer, Validation
 
 _SHOWN = 3
+_SOURCES = ("source", "context", "story", "passage", "document")
 
 
 def run_validation(given: Mapping[str, Any]) -> bool:
@@ -24,12 +25,21 @@ def run_validation(given: Mapping[str, Any]) -> bool:
         raise UserError(
             "--human sets thresholds of a reference model; give --reference too", code="unused_option"
         )
-    prompts, completions = _rows(given["data"])
+    if given["source"] and not given["nli"]:
+        raise UserError("--source is what --nli compares with; give --nli too", code="unused_option")
+    prompts, completions, sources = _rows(given["data"], given["source"])
+    if given["nli"] and not any(sources):
+        column = given["source"] or ", ".join(_SOURCES)
+        raise UserError(
+            f"{given['data']} has no text in {column} for --nli to compare with; name it with --source",
+            code="missing_column",
+            column=given["source"],
+        )
     validator = _validator(given)
     path = Path(given["output_dir"]) if given["output_dir"] else None
     run = RunFolder.create(path, job="validation", resumable=False)
     with alone_in(run.path):
-        found = validator.validate(prompts, completions)
+        found = validator.validate(prompts, completions, sources)
         share = _share([bool(each.flaws) for each in found])
         kinds = _kinds(found)
         results = {
@@ -38,6 +48,7 @@ def run_validation(given: Mapping[str, Any]) -> bool:
             "flaws": {kind: asdict(each) for kind, each in kinds.items()},
             "thresholds": asdict(validator.config),
             "mean_score": float(np.mean([each.score for each in found])),
+            "consistency": _consistency(found),
         }
         rows = zip(prompts, completions, found, strict=True)
         run.append_lines(
@@ -54,9 +65,10 @@ def run_validation(given: Mapping[str, Any]) -> bool:
     return False
 
 
-def _rows(path: str) -> tuple[list[Text], list[str]]:
-    """Prompts and completions of rows, empty ones included, for those are flawed."""
-    prompts, completions = list[Text](), list[str]()
+def _rows(path: str, column: str | None) -> tuple[list[Text], list[str], list[str | None]]:
+    """Prompts, completions and sources of rows; empty completions included, for those are flawed."""
+    prompts, completions, sources = list[Text](), list[str](), list[str | None]()
+    columns = (column,) if column else _SOURCES
     for number, (_, row) in enumerate(read_rows(path), 1):
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(completion, str) or not isinstance(prompt, str | list):
@@ -68,9 +80,11 @@ def _rows(path: str) -> tuple[list[Text], list[str]]:
             )
         prompts.append(prompt)
         completions.append(completion)
+        texts = (row.get(name) for name in columns)
+        sources.append(next((text for text in texts if isinstance(text, str) and text.strip()), None))
     if not prompts:
         raise UserError(f"{path} has no rows", code="no_rows")
-    return prompts, completions
+    return prompts, completions, sources
 
 
 def _people(path: str) -> tuple[list[Text], list[str]]:
@@ -80,14 +94,34 @@ def _people(path: str) -> tuple[list[Text], list[str]]:
 
 
 def _validator(given: Mapping[str, Any]) -> AdversarialValidator:
+    people = _people(given["human"]) if given["human"] else None
+    infers = _nli(given) if given["nli"] else None
     if not given["reference"]:
-        return AdversarialValidator()
+        return AdversarialValidator(infers=infers)
     from rlhf_models import load_causal_lm, load_tokenizer
 
     model = model_folder(given["reference"])
     reference = ReferenceScorer(load_causal_lm(model, dtype=given["dtype"]), load_tokenizer(model))
-    validator = AdversarialValidator(reference)
-    return validator.calibrated(*_people(given["human"])) if given["human"] else validator
+    validator = AdversarialValidator(reference, infers)
+    return validator.calibrated(*people) if people else validator
+
+
+def _nli(given: Mapping[str, Any]) -> NLIModel:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return NLIModel.from_pretrained(model_folder(given["nli"]), dtype=given["dtype"], device=device)
+
+
+def _consistency(found: Sequence[Validation]) -> dict[str, Any] | None:
+    """Means over the rows with a source; None where there is none, or no model."""
+    rows = [each.measures for each in found if each.measures["entailment"] is not None]
+    if not rows:
+        return None
+    means = {
+        name: float(np.mean([row[name] or 0.0 for row in rows])) for name in ("entailment", "contradiction")
+    }
+    return {"rows": len(rows), **means}
 
 
 def _kinds(found: Sequence[Validation]) -> dict[str, Interval]:

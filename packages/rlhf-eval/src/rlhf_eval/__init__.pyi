@@ -1,4 +1,5 @@
 from rlhf_eval import answers as answers
+from rlhf_eval import attacks as attacks
 from rlhf_eval import audit as audit
 from rlhf_eval import capability as capability
 from rlhf_eval import evaluation as evaluation
@@ -13,6 +14,7 @@ from rlhf_eval import samples as samples
 from rlhf_eval import scoring as scoring
 from rlhf_eval import stats as stats
 from rlhf_eval import validation as validation
+from rlhf_eval.attacks.attack import attack as attack
 from rlhf_eval.curves import metric_keys as metric_keys
 from rlhf_eval.curves import metric_panel as metric_panel
 from rlhf_eval.curves import training_curves as training_curves

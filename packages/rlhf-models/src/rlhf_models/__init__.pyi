@@ -90,6 +90,8 @@ from rlhf_models.loading.shards import is_sharded as is_sharded
 from rlhf_models.loading.shards import whole_value as whole_value
 from rlhf_models.loading.sources import check_available as check_available
 from rlhf_models.loading.sources import check_whole as check_whole
+from rlhf_models.loading.text_classifiers import label_places as label_places
+from rlhf_models.loading.text_classifiers import load_text_classifier as load_text_classifier
 from rlhf_models.loading.tiny import build_tiny_llama as build_tiny_llama
 from rlhf_models.loading.tiny import tiny_model as tiny_model
 from rlhf_models.loading.tiny import train_byte_tokenizer as train_byte_tokenizer

@@ -20,11 +20,21 @@ from rlhf_report.options import explained
     "--human", metavar="FILE", help="Good completions, by which --reference flags others; at least 30."
 )
 @click.option(
+    "--nli",
+    metavar="MODEL",
+    help="Model of natural language inference, by which sentences are compared with the row's source.",
+)
+@click.option(
+    "--source",
+    metavar="COLUMN",
+    help="With --nli: column of the source.  [default: source, context, story, passage or document]",
+)
+@click.option(
     "--max-flagged",
     type=click.FloatRange(0, 1),
     help="Exit with 1 if a larger share has a flaw, by the lower end of its interval.",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the reference model's weights.")
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the models' weights.")
 @click.option(
     "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/validation-<time>]"
 )
@@ -34,7 +44,8 @@ def command(**options: Any) -> None:
 
     DATA has rows with prompt and completion, such as the output of `rlhf-serve generate`. Found are
     repetition, echo of the prompt, another language, an end in the middle of a sentence, nothing at all; with
-    --reference and --human also what is unlikely, what is bland, and sentences in a wrong order.
+    --reference and --human also what is unlikely, what is bland, and sentences in a wrong order; with --nli
+    sentences that contradict the row's source.
     """
     from rlhf_report.validate import run_validation
 

@@ -49,12 +49,14 @@ class Flaw:
     Args:
         kind: what it is, such as `repetition`.
         severity: in (0, 1].
-        evidence: what shows it: an excerpt, or the measure.
+        evidence: what shows it: an excerpt, the measure, or the sentence of the source that is contradicted.
+        span: where it is in the completion, in characters; None for all of it.
     """
 
     kind: str
     severity: float
     evidence: str
+    span: tuple[int, int] | None = None
 
 
 def sentences(text: str) -> list[str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlhf_data import Text, UserError, finite
+from rlhf_eval.validation.consistency import Claim, Infers, claims
 from rlhf_eval.validation.flaws import RULES, Flaw
 from rlhf_eval.validation.language_models import ReferenceScorer
 
-Contradicts = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""P(a text contradicts its source), for each pair of source and text: an NLI model, or a world's rules."""
 _FEWEST_CALIBRATED = 30
+_OF_MODELS = ("nll", "coherence", "entailment", "contradiction")
+"""Measures that need a model."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ValidatorConfig:
         surprising: standard deviations above the mean from which on a completion is flagged.
         bland: standard deviations below it.
         coherence: nats per token; less is flagged. None without calibration.
-        contradiction: P(contradiction) from which on a completion is flagged.
+        contradiction: P(contradiction) from which on a sentence is flagged, unless P(entailment) is larger.
     """
 
     rule: float = 0.5
@@ -46,7 +47,7 @@ class Validation:
 
     Args:
         score: in [0, 1], 1 for no flaw: 1 − the greatest severity.
-        measures: every measure that was made, in its own unit; None where it is not defined.
+        measures: every measure in its own unit; None where it is not defined, or its model or source missing.
         flaws: what is beyond a threshold.
     """
 
@@ -70,22 +71,24 @@ class AdversarialValidator:
 
     Rules measure repetition, echo of the prompt, another language, an end in the middle, and nothing at all.
     A reference model measures likelihood, too low as well as too high, and whether the order of sentences
-    matters (Barzilay and Lapata 2008, section 4.1: a text against shuffles of it). A function of source and
-    text measures contradiction (SummaC, arXiv:2111.09525); without one, that is not known.
+    matters (Barzilay and Lapata 2008, section 4.1: a text against shuffles of it). A model of natural
+    language inference measures how far the sentences of a text follow from its source: `entailment` is the
+    mean over them, `contradiction` the worst of them (see `claims`); without one, that is not known.
 
     Args:
         reference: the reference model; None leaves likelihood and coherence out.
-        contradicts: gives P(contradiction); None leaves it out.
+        infers: gives P(entailment) and P(contradiction) of pairs of sentences, such as an `NLIModel`; None
+            leaves them out.
         config: thresholds; `calibrated` sets those of a reference model.
     """
 
     def __init__(
         self,
         reference: ReferenceScorer | None = None,
-        contradicts: Contradicts | None = None,
+        infers: Infers | None = None,
         config: ValidatorConfig | None = None,
     ) -> None:
-        self.reference, self.contradicts = reference, contradicts
+        self.reference, self.infers = reference, infers
         self.config = config or ValidatorConfig()
 
     def calibrated(self, prompts: Sequence[Text], completions: Sequence[str]) -> AdversarialValidator:
@@ -108,51 +111,63 @@ class AdversarialValidator:
         coherence = coherence[np.isfinite(coherence)]
         least = float(np.quantile(coherence, 0.05)) if len(coherence) >= _FEWEST_CALIBRATED else None
         config = replace(self.config, nll=(float(nll.mean()), float(nll.std(ddof=1))), coherence=least)
-        return AdversarialValidator(self.reference, self.contradicts, config)
+        return AdversarialValidator(self.reference, self.infers, config)
 
     def validate(
         self,
         prompts: Sequence[Text],
         completions: Sequence[str],
-        sources: Sequence[str] | None = None,
+        sources: Sequence[str | None] | None = None,
     ) -> list[Validation]:
         """Measure completions.
 
         Args:
             prompts: B texts or message lists.
             completions: B texts.
-            sources: B texts that completions must not contradict; None leaves contradiction out.
+            sources: B texts that completions must not contradict; None for none.
 
         Raises:
             ValueError: arguments of different lengths.
         """
         measures = [
             {name: rule(_said(prompt), text) for name, rule in RULES.items()}
+            | dict.fromkeys(_OF_MODELS, math.nan)
             for prompt, text in zip(prompts, completions, strict=True)
         ]
-        columns: dict[str, Sequence[float]] = {}
         if self.reference is not None:
-            columns["nll"] = self.reference.nll(prompts, completions).tolist()
-            columns["coherence"] = self.reference.coherence(prompts, completions).tolist()
-        if self.contradicts is not None and sources is not None:
-            columns["contradiction"] = list(self.contradicts(sources, completions))
-        for name, values in columns.items():
-            for own, value in zip(measures, values, strict=True):
-                own[name] = value
-        return [self._judged(own, text) for own, text in zip(measures, completions, strict=True)]
+            nll = self.reference.nll(prompts, completions).tolist()
+            coherence = self.reference.coherence(prompts, completions).tolist()
+            for own, *values in zip(measures, nll, coherence, strict=True):
+                own["nll"], own["coherence"] = values
+        made: list[list[Claim] | None] = [None] * len(completions)
+        if self.infers is not None and sources is not None:
+            made = claims(self.infers, sources, completions)
+        for own, found in zip(measures, made, strict=True):
+            if found:
+                own["entailment"] = float(np.mean([claim.entailment for claim in found]))
+                own["contradiction"] = max(claim.contradiction for claim in found)
+        return [
+            self._judged(own, text, found or ())
+            for own, text, found in zip(measures, completions, made, strict=True)
+        ]
 
-    def _judged(self, measures: Mapping[str, float], text: str) -> Validation:
+    def _judged(self, measures: Mapping[str, float], text: str, made: Sequence[Claim]) -> Validation:
         flaws = [
             Flaw(name, measures[name], _excerpt(text)) for name in RULES if measures[name] >= self.config.rule
         ]
-        flaws += [each for each in self._of_model(measures) if each is not None]
+        flaws += [each for each in self._of_reference(measures) if each is not None]
+        flaws += [
+            Flaw("contradiction", claim.contradiction, claim.against, claim.span)
+            for claim in made
+            if claim.contradiction >= max(self.config.contradiction, claim.entailment)
+        ]
         worst = max((each.severity for each in flaws), default=0.0)
         known = {name: None if math.isnan(value) else value for name, value in measures.items()}
         return Validation(1.0 - worst, known, tuple(flaws))
 
-    def _of_model(self, measures: Mapping[str, float]) -> list[Flaw | None]:
+    def _of_reference(self, measures: Mapping[str, float]) -> list[Flaw | None]:
         config, found = self.config, list[Flaw | None]()
-        nll, coherence = measures.get("nll", math.nan), measures.get("coherence", math.nan)
+        nll, coherence = measures["nll"], measures["coherence"]
         if config.nll is not None and not math.isnan(nll):
             z = (nll - config.nll[0]) / (config.nll[1] or 1.0)
             said = f"{nll:.2f} nats per token, {z:+.1f} standard deviations from good completions"
@@ -161,9 +176,6 @@ class AdversarialValidator:
         if config.coherence is not None and coherence < config.coherence:
             said = f"{coherence:+.3f} nats per token likelier than with sentences in another order"
             found.append(Flaw("incoherent", 0.5, said))
-        contradiction = measures.get("contradiction", math.nan)
-        if contradiction >= config.contradiction:
-            found.append(Flaw("contradiction", contradiction, f"P(contradiction) {contradiction:.2f}"))
         return found
 
 

@@ -95,11 +95,12 @@ def load_causal_lm(
     return model
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str | Path, *, needs_end: bool = True) -> PreTrainedTokenizerBase:
     """Load a tokenizer; if it has no padding token, the end token is used.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
+        needs_end: whether it must have an end-of-sequence token, as for generation.
 
     Raises:
         UserError: it is missing, cannot be read, or has no end-of-sequence token.
@@ -115,7 +116,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             "expected tokenizer.json and tokenizer_config.json beside the model",
             code="no_tokenizer",
         ) from error
-    if tokenizer.eos_token_id is None:
+    if needs_end and tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {where} has no end-of-sequence token, so no generation could ever stop; "
             "set eos_token in its tokenizer_config.json",
@@ -126,7 +127,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(
+def read_model(
     auto_class: Any,
     name_or_path: str | Path,
     *,
@@ -137,7 +138,7 @@ def load_model(
     may_lack: Collection[str] = (),
     sharded: bool = False,
 ) -> PreTrainedModel:
-    """Load a model of any head with `auto_class.from_pretrained`; see `load_causal_lm`.
+    """Read a model of any head and architecture with `auto_class.from_pretrained`; see `load_causal_lm`.
 
     Weights that the model needs and the files lack are an error; weights the model has no use for are
     logged as a warning.
@@ -171,10 +172,27 @@ def load_model(
     if unused := [key for key in info["unexpected_keys"] if not (may_lack and key in _OTHER_HEADS)]:
         _LOG.warning("%s: weights without use here: %s", where, _some(unused))
     if sharded:
-        return prepare_for_packing(model)
+        return model
     if quantization is None and device is not None:
         model.to(device)
-    return _finish(model, where)
+    _align(model)
+    return model.eval()
+
+
+def load_model(
+    auto_class: Any, name_or_path: str | Path, *, sharded: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Read a decoder of any head that scores packed streams; options as of `read_model`."""
+    model = read_model(auto_class, name_or_path, sharded=sharded, **options)
+    if sharded:
+        return prepare_for_packing(model)
+    where = _checked_source(name_or_path, needs=())
+    prepare_quantized(model, where)
+    try:
+        check_packing(prepare_for_packing(model).eval())
+    except ValueError as error:
+        raise UserError(f"{where} cannot score packed streams: {_first_line(error)}") from error
+    return model
 
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
@@ -345,16 +363,6 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-def _finish(model: Any, where: str) -> PreTrainedModel:
-    _align(model)
-    prepare_quantized(model, where)
-    try:
-        check_packing(prepare_for_packing(model).eval())
-    except ValueError as error:
-        raise UserError(f"{where} cannot score packed streams: {_first_line(error)}") from error
-    return model
-
-
 def _align(model: nn.Module) -> None:
     """Move weights to where torch itself would put them: a CPU's kernels round otherwise at odd addresses."""
     files = mapped_files()
@@ -366,7 +374,7 @@ def _align(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers(*, bars: bool) -> Iterator[None]:
-    """Hold back transformers' loading report (`load_model` checks what it says), and bars unless wanted."""
+    """Hold back transformers' loading report (`read_model` checks what it says), and bars unless wanted."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

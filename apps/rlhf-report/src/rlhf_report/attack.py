@@ -1,0 +1,117 @@
+"""From the options of `rlhf-report attack` to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlhf_data import (
+    RunFolder,
+    UserError,
+    alone_in,
+    atomic_write_text,
+    load_records,
+    model_folder,
+)
+from rlhf_eval.attacks import Rated, attack, attack_page, attack_sentence
+from rlhf_eval.attacks.attack import check_items, check_transforms
+from rlhf_eval.capability import SUITES, Item, read_suite
+from rlhf_eval.scoring import as_text, load_scorer
+from rlhf_report.options import progress
+
+
+def run_attack(given: Mapping[str, Any]) -> None:
+    """Attack, write the report and print it."""
+    if (given["reward"] is None) != (given["right_from"] is None):
+        raise UserError(
+            "--reward measures answers and --right-from says which are right; give both, or neither",
+            code="conflicting_options",
+        )
+    check_transforms(given["transforms"])
+    model = model_folder(given["model"])
+    items, columns = _prompts(given["data"]) if given["reward"] else (_suite(given["data"]), {})
+    check_items(items)
+    _check_model(model)
+    rated = _rated(given["reward"], given["right_from"], columns) if given["reward"] else None
+    path = Path(given["output_dir"]) if given["output_dir"] else None
+    run = RunFolder.create(path, job="attack", resumable=False)
+    try:
+        with alone_in(run.path):
+            _attack(given, run, model, items, rated)
+    except UserError:
+        with suppress(OSError):
+            run.path.rmdir()  # nothing is in it yet
+        raise
+
+
+def _attack(
+    given: Mapping[str, Any], run: RunFolder, model: str, items: Sequence[Item], rated: Rated | None
+) -> None:
+    from rlhf_eval.evaluation import load_policy
+
+    options = {name: given[name] for name in ("max_new_tokens", "seed")}
+    policy = load_policy(model, given["dtype"])
+    report = attack(policy, items, given["transforms"], rated=rated, progress=progress, **options)
+    found = report.to_dict()["transforms"]
+    right = f"from a reward of {given['right_from']:g} on ({given['reward']})" if rated else "as the rows say"
+    names = {"model": given["model"], "data": Path(given["data"]).name, "right": right}
+    run.append_lines("attacks.jsonl", [dict(row) for row in report.rows])
+    atomic_write_text(run.path / "attack.html", attack_page(found, report.rows, **names))
+    run.write_results({**names, **options, "transforms": found})
+    for each in found:
+        click.echo(attack_sentence(each))
+    click.echo(str(run.path / "attack.html"))
+
+
+def _suite(data: str) -> list[Item]:
+    """The items of a file, or of a built-in suite."""
+    if data in SUITES and not Path(data).exists():
+        return SUITES[data](200)
+    try:
+        return read_suite(data)
+    except UserError as error:
+        if error.code != "missing_value":
+            raise
+        raise UserError(
+            f"{error}; or let a reward say what is right (--reward)", code=error.code, **error.fields
+        ) from error
+
+
+def _prompts(data: str) -> tuple[list[Item], dict[str, Mapping[str, Any]]]:
+    """Prompts of any rows, and by prompt the row's other columns, which rewards read."""
+    items, columns = [], {}
+    for record in load_records(data, "prompt").records:
+        if not isinstance(record.prompt, str) and len(record.prompt) > 1:
+            raise UserError(
+                f"{record.where}: the prompt has several turns, of which none is attacked; give texts",
+                code="invalid_value",
+                key="prompt",
+            )
+        prompt = as_text(record.prompt)
+        items.append(Item(prompt, "written"))
+        columns[prompt] = record.columns
+    return items, columns
+
+
+def _rated(spec: str, least: float, columns: Mapping[str, Mapping[str, Any]]) -> Rated:
+    scorer = load_scorer(spec)
+    names = {name for row in columns.values() for name in row}
+
+    def reward(prompts: Sequence[str], completions: Sequence[str]) -> Any:
+        given = {name: [columns[prompt].get(name) for prompt in prompts] for name in sorted(names)}
+        return scorer(prompts, completions, columns=given).mean(0)
+
+    return Rated(reward, least)
+
+
+def _check_model(model: str) -> None:
+    """Refuse what is no language model, before anything is loaded."""
+    from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
+
+    base = adapter_base(model) if is_adapter(model) else model
+    check_language_model(base)
+    check_weights(base)
