@@ -95,8 +95,8 @@ def other_workers(
     if _on_workers(given) != _on_workers(before) and not sampling.get("prompts_per_batch"):
         raise UserError(
             f"--distributed {options['distributed']} has rollout workers and the run was begun without, or "
-            "the other way round: without workers a step's prompts are sampled together, with them not; leave it "
-            "out (a run with prompts_per_batch set can be moved)",
+            "the other way round: without workers a step's prompts are sampled together, with them not; "
+            "leave it out (a run with prompts_per_batch set can be moved)",
             code="conflicting_options",
         )
     return {"distributed": given}

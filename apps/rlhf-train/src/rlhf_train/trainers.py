@@ -62,8 +62,8 @@ def share_rows(values: dict[str, Any], run: RunFolder) -> dict[str, Any]:
     if rows % processes:
         raise UserError(
             f"the cluster has room for {processes} training processes, which cannot share the {rows} rows of "
-            "a step (per_device_train_batch_size x distributed.trainer_workers) equally; change one of the two "
-            "or leave out distributed.min_trainer_workers",
+            "a step (per_device_train_batch_size x distributed.trainer_workers) equally; change one of the "
+            "two, or leave out distributed.min_trainer_workers",
             code="conflicting_options",
         )
     return {**values, "per_device_train_batch_size": rows // processes}

@@ -140,6 +140,22 @@ def trainers(config: BaseConfig) -> ClusterConfig | None:
     return found if isinstance(found, ClusterConfig) and found.trainer_workers else None
 
 
+def check_started(settings: BaseConfig) -> None:
+    """Refuse a single process that is to be one of several on a cluster.
+
+    Raises:
+        UserError: it was.
+    """
+    cluster = trainers(settings)
+    if cluster is not None and "RANK" not in os.environ:  # Ray Train has it set, as torchrun does
+        raise UserError(
+            f"distributed.trainer_workers is {cluster.trainer_workers}, and a single process trains here; start "
+            "it with the command of the method, such as rlhf-train sft, or leave trainer_workers out",
+            code="unsupported_key",
+            key="distributed.trainer_workers",
+        )
+
+
 def check_trainer(settings: BaseConfig) -> None:
     """Refuse a trainer whose weights workers cannot follow.
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,9 +54,7 @@ class Ended:
 
     def write(self, folder: Path, rank: int) -> None:
         """Keep it for the command."""
-        fields = {
-            key: value if isinstance(value, _PLAIN) else str(value) for key, value in self.fields.items()
-        }
+        fields = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in self.fields.items()}
         atomic_write_json(folder / f"{rank:06d}.{_ENDED}", {**vars(self), "fields": fields})
 
     def again(self) -> None:
@@ -122,7 +121,7 @@ def attempt(given: dict[str, Any]) -> None:
     begun.touch()
     with _printing(folder / PRINTED, rank):
         if again and rank == 0:
-            print("a training process was lost; going on from the last checkpoint")
+            sys.stdout.write("a training process was lost; going on from the last checkpoint\n")
         try:
             given["work"](again)
         except UserError as error:

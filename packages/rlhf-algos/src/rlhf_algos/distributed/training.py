@@ -19,6 +19,8 @@ FOLDER = ".trainers"
 """Folder in that of a run, while it is trained on a cluster: what processes tell, and Ray Train's state."""
 _EVERY = 0.2
 """Seconds between looks at what the training processes print."""
+_GRACE = 1.0
+"""Seconds for the others to end after a user's mistake showed in one."""
 
 
 def run_trainers(config: ClusterConfig, run: Path, work: Callable[[bool], None]) -> None:
@@ -98,6 +100,9 @@ def _follow(fit: _Fit, folder: Path) -> None:
         while fit.is_alive():
             fit.join(_EVERY)
             printed.forward()
+            if (ended := Ended.read(folder)) and ended.exit_code is None:
+                fit.join(_GRACE)  # the first process's sentence is preferred
+                break
             if stop.signal and not (folder / SIGNAL).exists():
                 atomic_write_text(folder / SIGNAL, str(int(stop.signal)))
     printed.forward()
