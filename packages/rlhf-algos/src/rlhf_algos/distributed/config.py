@@ -149,7 +149,7 @@ def check_started(settings: BaseConfig) -> None:
     cluster = trainers(settings)
     if cluster is not None and "RANK" not in os.environ:  # Ray Train has it set, as torchrun does
         raise UserError(
-            f"distributed.trainer_workers is {cluster.trainer_workers}, and a single process trains here; start "
+            f"distributed.trainer_workers is {cluster.trainer_workers}, and one process trains here; start "
             "it with the command of the method, such as rlhf-train sft, or leave trainer_workers out",
             code="unsupported_key",
             key="distributed.trainer_workers",
