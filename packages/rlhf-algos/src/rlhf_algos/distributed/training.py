@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -70,10 +71,11 @@ class _Fit(threading.Thread):
         environment = dict(config.runtime_env)
         if not config.gpus_per_trainer:
             environment["env_vars"] = {"CUDA_VISIBLE_DEVICES": "", **environment.get("env_vars", {})}
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
         try:
             TorchTrainer(
                 attempt,
-                train_loop_config={"folder": str(self._folder), "work": self._work, "processes": most},
+                train_loop_config={"folder": str(self._folder), "work": self._work},
                 torch_config=Launch(),
                 scaling_config=ScalingConfig(
                     num_workers=most if least is None else (least, most),
