@@ -25,7 +25,7 @@ def test_what_is_no_address(address: str):
         METHODS["grpo"].resolve({"distributed": {"address": address}})
 
 
-@pytest.mark.parametrize("key", ["rollout_workers", "cpus_per_worker", "group_timeout", "start_timeout"])
+@pytest.mark.parametrize("key", ["cpus_per_trainer", "cpus_per_worker", "group_timeout", "start_timeout"])
 def test_there_is_at_least_some(key: str):
     with raises_error("invalid_value", key=f"distributed.{key}"):
         METHODS["ppo"].resolve({"distributed": {key: 0}})

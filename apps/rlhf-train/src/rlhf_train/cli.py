@@ -179,7 +179,8 @@ def _training_command(method: str, summary: str, *, online: bool, installed: boo
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
         ),
         _bad_row_option(),
-        *([reward_option(), distributed_option()] if online else [_backend_option()]),
+        distributed_option(),
+        reward_option() if online else _backend_option(),
     ]
     help_text = (
         f"{summary}\n\nWithout arguments it trains a tiny model on rows of the story world; the "

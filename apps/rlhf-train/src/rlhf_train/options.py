@@ -149,8 +149,8 @@ def distributed_option() -> Decorator:
         "--distributed",
         type=click.Path(),
         metavar="FILE",
-        help="YAML or JSON file of the settings of `distributed`: sample on workers of a Ray cluster; with "
-        "--resume, on others than before.",
+        help="YAML or JSON file of the settings of `distributed`: train in processes on a Ray cluster, or "
+        "sample there; with --resume, with others than before.",
     )
 
 

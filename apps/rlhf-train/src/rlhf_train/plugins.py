@@ -67,6 +67,11 @@ def source_of(method: str) -> str:
     return f" --method-module {_FILES[method]}" if method in _FILES else ""
 
 
+def file_of(method: str) -> str | None:
+    """The file that a method came from, if it did from one."""
+    return str(_FILES[method]) if method in _FILES else None
+
+
 def installed_methods() -> dict[str, importlib.metadata.EntryPoint]:
     """The entry points of installed packages by name; nothing is imported."""
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}

@@ -74,15 +74,17 @@ def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
 
 
 def other_workers(
-    options: dict[str, Any], values: dict[str, Any], sampling: dict[str, Any]
+    options: dict[str, Any], values: dict[str, Any], sampling: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The workers that `--distributed` gives a resumed run, which must not change what it computes.
+    """The processes that `--distributed` gives a resumed run, which must not change what it computes.
 
-    `sampling` is the section of the run's settings that has `prompts_per_batch`.
+    `sampling` is the section of the run's settings that has `prompts_per_batch`; None where none are sampled.
     """
     if not options.get("distributed"):
         return {}
     given, before = load_config_file(options["distributed"]), values.get("distributed") or {}
+    if sampling is None:
+        return {"distributed": given}
     ahead, was = given.get("max_staleness", 0), before.get("max_staleness", 0)
     if ahead != was:
         raise UserError(
@@ -90,13 +92,19 @@ def other_workers(
             f"{was}, which its results depend on; set it to {was}",
             code="conflicting_options",
         )
-    if not before and not sampling.get("prompts_per_batch"):
+    if _on_workers(given) != _on_workers(before) and not sampling.get("prompts_per_batch"):
         raise UserError(
-            "the run was begun without workers and samples a step's prompts together, which workers do not; "
-            "leave out --distributed (a run with prompts_per_batch set can be moved to workers)",
+            f"--distributed {options['distributed']} has rollout workers and the run was begun without, or "
+            "the other way round: without workers a step's prompts are sampled together, with them not; "
+            "leave it out (a run with prompts_per_batch set can be moved)",
             code="conflicting_options",
         )
     return {"distributed": given}
+
+
+def _on_workers(distributed: dict[str, Any]) -> bool:
+    """Whether settings of `distributed`, before they are checked, have rollout workers."""
+    return bool(distributed and distributed.get("rollout_workers", not distributed.get("trainer_workers")))
 
 
 def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> RunFolder:

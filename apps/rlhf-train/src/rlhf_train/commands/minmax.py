@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+from rlhf_algos import trainers
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
 from rlhf_train.inputs import check_inputs, check_planned
-from rlhf_train.options import settings_source
+from rlhf_train.options import NEWEST, settings_source
 from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
+from rlhf_train.trainers import processes_of, train_on_cluster
 
 _JOB = "minmax"
 _KEY_OF_OPTION = {
@@ -39,20 +43,19 @@ def run_minmax(options: dict[str, Any]) -> None:
         values |= other_workers(options, values, training if isinstance(training, dict) else {})
         config = MinMaxConfig.from_dict(values, where=str(run.path / "config.json"))
         _check(config, run)
-        _play(config, run, options)
+        _begin(config, run, options)
         return
     config = resolve_config(options)
     with run_of_all(options, _JOB) as run:
         _check(config, run, dry_run=options["dry_run"])
         if not options["dry_run"]:
-            _play(config, run, options)
+            _begin(config, run, options)
             return
         from rlhf_algos import plan_machine
-        from rlhf_algos.process_group import world_size
         from rlhf_minmax import plan_run
         from rlhf_train.display.training import TrainingDisplay
 
-        plan = plan_run(config, plan_machine(options["processes"] or world_size(), options["gpu"]))
+        plan = plan_run(config, plan_machine(options["processes"] or processes_of(config), options["gpu"]))
         rows = [*plan["rows"], ("output folder", str(run.path))]
         TrainingDisplay(quiet=not is_main_process()).show_plan({**plan, "rows": rows})
 
@@ -97,14 +100,32 @@ def _check(config: MinMaxConfig, run: RunFolder, *, dry_run: bool = False) -> No
         check_inputs(config, dry_run=dry_run)
 
 
-def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:
+def _begin(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:
+    """Play or evaluate in this process, or in training processes on a cluster."""
+    cluster = trainers(config)
+    if cluster is None:
+        _play(config, run, options)
+        return
+    work = partial(_in_trainer, config.to_dict(), str(run.path.resolve()), options)
+    train_on_cluster(cluster, config, run, work, job=_JOB, trains=not options["eval_only"])
+
+
+def _in_trainer(values: dict[str, Any], folder: str, options: dict[str, Any], again: bool) -> None:
+    """Play in a training process on a cluster, whose command keeps other processes out of the run."""
+    if again:
+        options = {**options, "resume": options["resume"] or NEWEST}
+    _play(MinMaxConfig.from_dict(values), RunFolder(folder), options, alone=True)
+
+
+def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any], *, alone: bool = False) -> None:
+    """Play or evaluate; `alone` where someone else locks the folder and says how to continue."""
     from rlhf_minmax import MinMaxJob  # late, so that mistakes in the settings are answered at once
     from rlhf_train.display.game import ConsoleEvents
 
     events = ConsoleEvents(quiet=not is_main_process())
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None
-    with events, resumable(run, _JOB, trains=not options["eval_only"]):
+    with events, nullcontext() if alone else resumable(run, _JOB, trains=not options["eval_only"]):
         if options["eval_only"]:
             results = job.evaluate_only(checkpoint=checkpoint_to_evaluate(run) if resume else None)
         else:

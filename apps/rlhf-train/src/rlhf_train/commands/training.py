@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlhf_algos import METHODS
+from rlhf_algos import METHODS, trainers
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, check_planned, described
-from rlhf_train.options import settings_source
-from rlhf_train.plugins import source_of
+from rlhf_train.options import NEWEST, settings_source
+from rlhf_train.plugins import file_of, load_methods, source_of
 from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
+from rlhf_train.trainers import processes_of, share_rows, train_on_cluster
 
 if TYPE_CHECKING:
     from rlhf_algos import TrainingJob
@@ -49,13 +52,14 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
         values = of_method(method, run.read_config(), where)
-        values |= _given_length(options) | other_workers(options, values, values)
+        values |= _given_length(options)
+        values |= other_workers(options, values, values if METHODS[method].online else None)
         config = METHODS[method].job_config.from_dict(values, where=where)
-        _work(method, config, run, options)
+        _begin(method, config, run, options)
         return
     config = resolve_config(method, options)
     with run_of_all(options, method) as run:
-        _work(method, config, run, options)
+        _begin(method, config, run, options)
 
 
 def resolve_config(method: str, options: dict[str, Any]) -> JobConfig:
@@ -99,7 +103,34 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
     return {key: value for key, value in values.items() if key != "method"}
 
 
-def _work(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any]) -> None:
+def _begin(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any]) -> None:
+    """Do the work in this process, or in training processes on a cluster."""
+    cluster = trainers(config)
+    if cluster is None or options["dry_run"]:
+        _work(method, config, run, options)
+        return
+    work = partial(_in_trainer, method, config.to_dict(), str(run.path.resolve()), options, file_of(method))
+    job = f"{method}{source_of(method)}"
+    train_on_cluster(cluster, config, run, work, job=job, trains=not options["eval_only"])
+
+
+def _in_trainer(
+    method: str, values: dict[str, Any], folder: str, options: dict[str, Any], file: str | None, again: bool
+) -> None:
+    """Do the work in a training process on a cluster, whose command keeps other processes out of the run."""
+    if file:
+        load_methods(file)
+    run = RunFolder(folder)
+    config = METHODS[method].job_config.from_dict(share_rows(values, run))
+    if again:
+        options = {**options, "resume": options["resume"] or NEWEST}
+    _work(method, config, run, options, alone=True)
+
+
+def _work(
+    method: str, config: JobConfig, run: RunFolder, options: dict[str, Any], *, alone: bool = False
+) -> None:
+    """Train, evaluate or plan; `alone` where someone else locks the folder and says how to continue."""
     from rlhf_train.display.training import TrainingDisplay
 
     display = TrainingDisplay(quiet=not is_main_process())
@@ -113,16 +144,16 @@ def _work(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any
             check_settings(method, config)
         if options["dry_run"]:
             from rlhf_algos import plan_machine, plan_training
-            from rlhf_algos.process_group import world_size
 
-            machine = plan_machine(options["processes"] or world_size(), options["gpu"])
+            machine = plan_machine(options["processes"] or processes_of(config), options["gpu"])
 
             plan = plan_training(method, config, machine)
             display.show_plan({**plan, "rows": [*plan["rows"], ("output folder", str(run.path))]})
             return
         job = _job(method, config, run, display)
         resume = options["resume"] is not None
-        with resumable(run, f"{method}{source_of(method)}", trains=not options["eval_only"]):
+        trains = not options["eval_only"]
+        with nullcontext() if alone else resumable(run, f"{method}{source_of(method)}", trains=trains):
             if options["eval_only"]:
                 results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
             else:

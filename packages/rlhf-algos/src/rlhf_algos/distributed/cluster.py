@@ -9,6 +9,7 @@ import threading
 from typing import Any, Literal
 
 from rlhf_algos.distributed.config import (
+    ClusterConfig,
     DistributedConfig,
     Tell,
     check_reachable,
@@ -25,11 +26,14 @@ _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` makes Ray ship the working folder to every worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TQDM_PATCH_PRINT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # else Ray Train changes the working folder
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
 }
 
 
-class Cluster:
-    """A connection to a Ray cluster, with room for the workers.
+class Connection:
+    """A connection to a Ray cluster, with room for processes; subclasses say for which.
 
     A process that is connected already stays connected, and its cluster is used.
 
@@ -38,14 +42,14 @@ class Cluster:
         dashboard: the address of Ray's dashboard, where it was started here with one.
     """
 
-    def __init__(self, config: DistributedConfig) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         require_ray()
         check_reachable(config)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import ray
 
-        self.config, self.local = config, False
+        self.settings, self.local = config, False
         self.dashboard: str | None = None
         self._group: Any = None
         self._leaving = False
@@ -60,6 +64,110 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+
+    def release(self) -> None:
+        """Give the room of the workers back."""
+        import ray
+        from ray.util import remove_placement_group
+
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        self._group = None
+
+    def close(self) -> None:
+        """Give the room back, and end the connection; a local cluster ends with it."""
+        import ray
+
+        self.release()
+        if self._connected_here:
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        import ray
+
+        address = self.settings.address
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        try:
+            if address != "local":
+                try:
+                    ray.init(address, **quiet)
+                    _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
+                    return
+                except ConnectionError:
+                    if address != "auto" or os.environ.get("RAY_ADDRESS"):
+                        raise
+            self._start_local(quiet)
+        except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
+            where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+            raise cluster_unreachable(where, error) from error
+
+    def _start_local(self, quiet: dict[str, Any]) -> None:
+        """A cluster of this machine, which counts as having as many CPUs as the processes reserve."""
+        import ray
+
+        config = self.settings
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else a busy machine starves workers
+        bundles = self.bundles()
+        reserved = int(sum(bundle["CPU"] for bundle in bundles))
+        cpus = os.cpu_count() or 1
+        if reserved > cpus:
+            _LOG.warning("%d workers reserve %d CPUs of %d", len(bundles), reserved, cpus)
+        store = None if config.object_store_gb is None else int(config.object_store_gb * 1e9)
+        context = ray.init(
+            "local",
+            num_cpus=max(reserved, cpus),
+            include_dashboard=config.dashboard,
+            object_store_memory=store,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+        self.local = True
+        page = getattr(context, "dashboard_url", None)
+        self.dashboard = f"http://{page}" if page else None
+        _LOG.info(
+            "started a local Ray cluster%s", f", with its dashboard at {self.dashboard}" if page else ""
+        )
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What each process reserves."""
+        raise NotImplementedError
+
+    def needed(self) -> list[dict[str, float]]:
+        """Those of `bundles` without which nothing begins."""
+        return self.bundles()
+
+    def asked(self) -> tuple[str, str]:
+        """The processes in words, and the setting that has their number."""
+        raise NotImplementedError
+
+    def _reserve(self) -> None:
+        """Wait until the cluster has room for the processes."""
+        import ray
+        from ray.util import placement_group
+
+        config, bundles = self.settings, self.needed()
+        self._group = placement_group(bundles, strategy=config.placement)
+        if not self._group.wait(config.start_timeout):
+            free = {
+                name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
+            }
+            words, key = self.asked()
+            raise UserError(
+                f"the Ray cluster has no room for {words}, placed {config.placement}, after "
+                f"{config.start_timeout:g} s; free are {free or 'no CPUs'}: lower distributed.{key}, or add "
+                "machines",
+                code="no_room_in_cluster",
+                workers=len(bundles),
+            )
+
+
+class Cluster(Connection):
+    """A connection with room for workers that sample and score."""
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self.config = config
+        super().__init__(config)
 
     def workers(self, kind: Kind) -> int:
         """How many workers of a kind there are to be."""
@@ -94,93 +202,18 @@ class Cluster:
             tell("drained", {})
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def release(self) -> None:
-        """Give the room of the workers back."""
-        import ray
-        from ray.util import remove_placement_group
+    def bundles(self) -> list[dict[str, float]]:
+        """What each worker reserves: those that sample, then those that score."""
+        bundles = [self._bundle("rollout")] * self.config.rollout_workers
+        return bundles + [self._bundle("reward")] * self.config.reward_workers
 
-        if self._group is not None and ray.is_initialized():
-            remove_placement_group(self._group)
-        self._group = None
-
-    def close(self) -> None:
-        """Give the room back, and end the connection; a local cluster ends with it."""
-        import ray
-
-        self.release()
-        if self._connected_here:
-            ray.shutdown()
-
-    def _connect(self) -> None:
-        import ray
-
-        address = self.config.address
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-        try:
-            if address != "local":
-                try:
-                    ray.init(address, **quiet)
-                    _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
-                    return
-                except ConnectionError:
-                    if address != "auto" or os.environ.get("RAY_ADDRESS"):
-                        raise
-            self._start_local(quiet)
-        except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
-            where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-            raise cluster_unreachable(where, error) from error
-
-    def _start_local(self, quiet: dict[str, Any]) -> None:
-        """A cluster of this machine, which counts as having as many CPUs as the workers reserve."""
-        import ray
-
+    def asked(self) -> tuple[str, str]:
+        """See `Connection.asked`."""
         config = self.config
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else a busy machine starves workers
-        workers = config.rollout_workers + config.reward_workers
-        reserved = workers * config.cpus_per_worker
-        cpus = os.cpu_count() or 1
-        if reserved > cpus:
-            _LOG.warning("%d workers reserve %d CPUs of %d", workers, reserved, cpus)
-        store = None if config.object_store_gb is None else int(config.object_store_gb * 1e9)
-        context = ray.init(
-            "local",
-            num_cpus=max(reserved, cpus),
-            include_dashboard=config.dashboard,
-            object_store_memory=store,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
-        self.local = True
-        page = getattr(context, "dashboard_url", None)
-        self.dashboard = f"http://{page}" if page else None
-        _LOG.info(
-            "started a local Ray cluster%s", f", with its dashboard at {self.dashboard}" if page else ""
-        )
-
-    def _reserve(self) -> None:
-        """Wait until the cluster has room for the workers."""
-        import ray
-        from ray.util import placement_group
-
-        config = self.config
-        bundles = [self._bundle("rollout")] * config.rollout_workers
-        bundles += [self._bundle("reward")] * config.reward_workers
-        self._group = placement_group(bundles, strategy=config.placement)
-        if not self._group.wait(config.start_timeout):
-            free = {
-                name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
-            }
-            asked = f"{config.rollout_workers} workers of {self._bundle('rollout')} each"
-            if config.reward_workers:
-                asked += f" and {config.reward_workers} reward workers of {self._bundle('reward')} each"
-            raise UserError(
-                f"the Ray cluster has no room for {asked}, placed {config.placement}, after "
-                f"{config.start_timeout:g} s; free are {free or 'no CPUs'}: lower "
-                "distributed.rollout_workers, or add machines",
-                code="no_room_in_cluster",
-                workers=len(bundles),
-            )
+        words = f"{config.rollout_workers} workers of {self._bundle('rollout')} each"
+        if config.reward_workers:
+            words += f" and {config.reward_workers} reward workers of {self._bundle('reward')} each"
+        return words, "rollout_workers"
 
     def _gpus(self, kind: Kind) -> float:
         return self.config.gpus_per_worker if kind == "rollout" else self.config.gpus_per_reward_worker
@@ -188,4 +221,29 @@ class Cluster:
     def _bundle(self, kind: Kind) -> dict[str, float]:
         """What a worker reserves."""
         reserved = {"CPU": float(self.config.cpus_per_worker), "GPU": self._gpus(kind)}
+        return {name: count for name, count in reserved.items() if count}
+
+
+class TrainerCluster(Connection):
+    """A connection with room for training processes, which Ray Train takes after `release`."""
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What each training process reserves."""
+        return [self.resources()] * self.settings.trainer_workers
+
+    def needed(self) -> list[dict[str, float]]:
+        """See `Connection.needed`."""
+        return self.bundles()[: self.settings.min_trainer_workers]
+
+    def asked(self) -> tuple[str, str]:
+        """See `Connection.asked`."""
+        key = "min_trainer_workers" if self.settings.min_trainer_workers else "trainer_workers"
+        return f"{len(self.needed())} training processes of {self.resources()} each", key
+
+    def resources(self) -> dict[str, float]:
+        """What a training process reserves."""
+        reserved = {
+            "CPU": float(self.settings.cpus_per_trainer),
+            "GPU": float(self.settings.gpus_per_trainer),
+        }
         return {name: count for name, count in reserved.items() if count}

@@ -1,4 +1,4 @@
-"""Settings of rollouts on a Ray cluster; loads neither ray nor torch."""
+"""Settings of training and rollouts on a Ray cluster; loads neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,61 @@ _ANSWERS_WITHIN = 10.0
 """Seconds."""
 
 
-class DistributedConfig(BaseConfig):
-    """Where completions are sampled, how far ahead of the trainer, and what happens when a worker is lost."""
+class ClusterConfig(BaseConfig):
+    """A Ray cluster, and the training processes on it."""
 
     address: str = "auto"
     """`auto`: the cluster of RAY_ADDRESS or of this machine, else a local one; `local`: a new one on this
     machine, closed at the end; or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."""
-    rollout_workers: int = Field(default=1, ge=1)
-    """Processes that sample completions; results do not depend on their number."""
+    trainer_workers: int = Field(default=0, ge=0)
+    """Training processes on the cluster, which Ray Train starts as torchrun would; 0 trains in the process of
+    the command."""
+    min_trainer_workers: int | None = Field(default=None, ge=1)
+    """Train with as few processes while the cluster has no room for more; null waits for all of them."""
+    cpus_per_trainer: int = Field(default=1, ge=1)
+    """CPUs that a training process reserves, and threads that it computes with."""
+    gpus_per_trainer: int = Field(default=0, ge=0, le=1)
+    """1 gives every training process a GPU; 0 trains on CPUs."""
+    max_trainer_failures: int = Field(default=3, ge=0)
+    """Losses of training processes after which the others go on from the last checkpoint, with a new one in
+    its place; one more ends the run."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Workers on few machines or on many; STRICT insists."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's runtime environment of the workers, such as {env_vars: {NAME: value}}."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that resources and workers may take to come up, the model's loading included."""
+    object_store_gb: float | None = Field(default=None, gt=0.1)
+    """Memory for weights and completions in a local cluster, in GB; null takes Ray's share."""
+    dashboard: bool = False
+    """Start Ray's dashboard with a local cluster."""
+
+    @model_validator(mode="after")
+    def _trainers_are_some(self) -> Self:
+        if self.min_trainer_workers is not None and self.min_trainer_workers > self.trainer_workers:
+            raise ValueError(
+                f"min_trainer_workers is {self.min_trainer_workers}, more than trainer_workers "
+                f"{self.trainer_workers}; lower it, or raise trainer_workers"
+            )
+        if self.gpus_per_trainer and not self.trainer_workers:
+            raise ValueError("gpus_per_trainer is set without trainer_workers; set these too")
+        return self
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if address in ("auto", "local") or (host and port.isdecimal()):
+            return address
+        raise ValueError(f"{address!r} is not an address; expected auto, local, HOST:PORT or ray://HOST:PORT")
+
+
+class DistributedConfig(ClusterConfig):
+    """Where completions are sampled, how far ahead of the trainer, and what happens when a worker is lost."""
+
+    rollout_workers: int = Field(default=1, ge=0)
+    """Processes that sample completions; results do not depend on their number.  With `trainer_workers` the
+    training processes sample, and it is 0."""
     reward_workers: int = Field(default=0, ge=0)
     """Processes that score completions, each with reward functions, models and judges of its own; 0 scores
     in the trainer's process.  Results do not depend on their number."""
@@ -44,26 +91,23 @@ class DistributedConfig(BaseConfig):
     """GPUs that a worker reserves; 0 samples on CPUs."""
     gpus_per_reward_worker: float = Field(default=0.0, ge=0)
     """GPUs that a reward worker reserves; 0 scores on CPUs."""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Workers on few machines or on many; STRICT insists."""
-    runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """Ray's runtime environment of the workers, such as {env_vars: {NAME: value}}."""
     on_worker_loss: Literal["restart", "shrink", "stop"] = "restart"
     """Replace a worker that is lost, go on with the others, or end the run."""
     group_timeout: float = Field(default=600.0, gt=0)
     """Seconds that a worker may take to sample or score a batch; then it counts as hung, and is killed."""
-    start_timeout: float = Field(default=600.0, gt=0)
-    """Seconds that resources and workers may take to come up, the model's loading included."""
     max_worker_failures: int = Field(default=8, ge=0)
     """Losses within a step, for each worker that there is, after which one more ends the run; a machine that
     goes takes all of its workers, and those that are started there before Ray knows."""
     max_group_failures: int = Field(default=2, ge=0)
     """Errors while sampling a batch of prompts after which it is tried again; one more ends the run.
     An error of a reward function ends the run at once."""
-    object_store_gb: float | None = Field(default=None, gt=0.1)
-    """Memory for weights and completions in a local cluster, in GB; null takes Ray's share."""
-    dashboard: bool = False
-    """Start Ray's dashboard with a local cluster."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trainers_sample(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("trainer_workers"):
+            return {"rollout_workers": 0, **values}
+        return values
 
     @model_validator(mode="after")
     def _gpus_are_used(self) -> Self:
@@ -71,13 +115,45 @@ class DistributedConfig(BaseConfig):
             raise ValueError("gpus_per_reward_worker is set without reward_workers; set these too")
         return self
 
-    @field_validator("address")
-    @classmethod
-    def _is_an_address(cls, address: str) -> str:
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        if address in ("auto", "local") or (host and port.isdecimal()):
-            return address
-        raise ValueError(f"{address!r} is not an address; expected auto, local, HOST:PORT or ray://HOST:PORT")
+    @model_validator(mode="after")
+    def _someone_samples(self) -> Self:
+        workers = self.rollout_workers + self.reward_workers
+        if self.trainer_workers and workers:
+            raise ValueError(
+                "trainer_workers is set together with rollout_workers or reward_workers, which serve one "
+                "training process; set trainer_workers or the other two"
+            )
+        if not (self.trainer_workers or self.rollout_workers):
+            raise ValueError("rollout_workers and trainer_workers are 0; set one, or leave distributed out")
+        return self
+
+
+def samplers(config: BaseConfig) -> DistributedConfig | None:
+    """The section `distributed` of settings that have completions sampled by workers; else None."""
+    found = getattr(config, "distributed", None)
+    return found if isinstance(found, DistributedConfig) and found.rollout_workers else None
+
+
+def trainers(config: BaseConfig) -> ClusterConfig | None:
+    """The section `distributed` of settings whose training processes are on a cluster; else None."""
+    found = getattr(config, "distributed", None)
+    return found if isinstance(found, ClusterConfig) and found.trainer_workers else None
+
+
+def check_started(settings: BaseConfig) -> None:
+    """Refuse a single process that is to be one of several on a cluster.
+
+    Raises:
+        UserError: it was.
+    """
+    cluster = trainers(settings)
+    if cluster is not None and "RANK" not in os.environ:  # Ray Train has it set, as torchrun does
+        raise UserError(
+            f"distributed.trainer_workers is {cluster.trainer_workers}, and one process trains here; start "
+            "it with the command of the method, such as rlhf-train sft, or leave trainer_workers out",
+            code="unsupported_key",
+            key="distributed.trainer_workers",
+        )
 
 
 def check_trainer(settings: BaseConfig) -> None:
@@ -101,7 +177,7 @@ def check_trainer(settings: BaseConfig) -> None:
         )
 
 
-def check_reachable(config: DistributedConfig) -> None:
+def check_reachable(config: ClusterConfig) -> None:
     """Refuse a cluster that nothing answers for, which Ray itself would try to reach for minutes.
 
     Raises:
@@ -128,7 +204,7 @@ def cluster_unreachable(address: str, error: Exception) -> UserError:
 
 
 def require_ray() -> None:
-    """Refuse a job with rollout workers where Ray is missing.
+    """Refuse a job on a cluster where Ray is missing.
 
     Raises:
         UserError: it is.

@@ -21,7 +21,7 @@ class GracefulStop:
     The loop asks for the flag after each step.  Handlers that were there before are put back at the end, and
     as soon as the first signal has come.  A signal that is ignored stays ignored (a background job of a shell
     ignores Ctrl-C, one under nohup SIGHUP).  Python delivers signals to its main thread only: in another
-    thread nothing is changed, and the flag stays down.
+    thread nothing is changed, and only `pass_signal_on` raises the flag.
 
     Args:
         notice: written to standard error after the first signal's name; empty writes nothing.
@@ -51,6 +51,8 @@ class GracefulStop:
             for number in _SIGNALS:
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):  # None: set outside Python
                     self._before[number] = signal.signal(number, self._handle)
+        else:
+            _UNREACHED.append(self)
         return self
 
     def __exit__(
@@ -58,6 +60,8 @@ class GracefulStop:
     ) -> None:
         """Put the handlers back."""
         self._restore()
+        if self in _UNREACHED:
+            _UNREACHED.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
@@ -71,3 +75,13 @@ class GracefulStop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+_UNREACHED: list[GracefulStop] = []
+"""Those in threads that no signal comes to."""
+
+
+def pass_signal_on(number: int) -> None:
+    """Raise the flags of other threads than the main one, for a signal that came to another process."""
+    for stop in _UNREACHED:
+        stop.signal = signal.Signals(number)

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.distributed.config import DistributedConfig, check_trainer
+from rlhf_algos.distributed.config import ClusterConfig, DistributedConfig, check_trainer, samplers
 from rlhf_data import BaseConfig, LocalPath, ModelPath, Strings
 
 ModelKind = Literal["policy", "reward", "judge", "prm"]
@@ -135,6 +135,8 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
 
     backend: Literal["rlhf", "trl"] = "rlhf"
     """This engine, or TRL's own trainer on the same model and data."""
+    distributed: ClusterConfig | None = None
+    """Train in processes on a Ray cluster; null trains in the process of the command, or torchrun's."""
 
     if TYPE_CHECKING:
 
@@ -223,7 +225,7 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
     """Settings of every online method's job."""
 
     distributed: DistributedConfig | None = None
-    """Sample on workers of a Ray cluster; null samples in the training process."""
+    """Sample on workers of a Ray cluster, or train in processes there; null does both in this process."""
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> Self:
@@ -245,7 +247,7 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
         return self
 
     def _check_distributed(self) -> None:
-        if self.distributed is None:
+        if samplers(self) is None:
             return
         if self.use_vllm and self.vllm_mode == "server":
             raise ValueError(

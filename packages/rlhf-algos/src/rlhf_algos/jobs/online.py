@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_algos.configs.online import PPOConfig
-from rlhf_algos.distributed.config import require_ray, told_to
+from rlhf_algos.distributed.config import require_ray, samplers, told_to
 from rlhf_algos.jobs.config import AdapterConfig, JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
@@ -59,7 +59,7 @@ def check_parts(config: JobConfig) -> None:
     """
     if not isinstance(config, OnlineJobConfig):
         return
-    if config.distributed:
+    if samplers(config):
         require_ray()
     for spec in config.reward:
         if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
@@ -86,7 +86,7 @@ def _check_model(name: str, *, scores: bool) -> None:
 def load_rewards(config: OnlineJobConfig) -> RewardFunctions | None:
     """The rewards of a job, None where reward workers load them; all are looked at before the first model."""
     check_parts(config)
-    if config.distributed and config.distributed.reward_workers:
+    if (workers := samplers(config)) and workers.reward_workers:
         return None
     options = {"device": job_device()}
     functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
@@ -100,7 +100,7 @@ def online_parts(
     parts: dict[str, Any] = {"rewards": rewards}
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)
-    if config.distributed:
+    if samplers(config):
         parts |= worker_parts(config, model, tokenizer, run, rewards)
     elif config.use_vllm:
         parts["engine"] = vllm_engine(config, model, tokenizer, run)

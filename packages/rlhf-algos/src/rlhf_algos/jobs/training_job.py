@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
+from rlhf_algos.distributed.config import check_started
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
@@ -108,6 +109,7 @@ class TrainingJob(Job):
             UserError: data, model or settings cannot be used.
         """
         config, method = self.config, self.method
+        check_started(config)
         check_start(method, config)
         rows = load_rows(method, config)
         online = config if isinstance(config, OnlineJobConfig) else None

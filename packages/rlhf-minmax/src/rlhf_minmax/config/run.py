@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_algos import DistributedConfig, check_trainer
+from rlhf_algos import DistributedConfig, check_trainer, samplers
 from rlhf_data import (
     BaseConfig,
     ModelPath,
@@ -281,7 +281,7 @@ class MinMaxConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _workers_can_follow(self) -> Self:
-        if self.distributed is None:
+        if self.distributed is None or samplers(self) is None:
             return self
         if self.distributed.max_staleness:
             raise ValueError(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhf_algos import few_threads_for_a_small_model, shards_weights
+from rlhf_algos import few_threads_for_a_small_model, samplers, shards_weights
 from rlhf_algos.process_group import init_process_group, world_size
 from rlhf_data import RunFolder
 from rlhf_minmax.config.run import MinMaxConfig
@@ -95,7 +95,7 @@ def with_workers(game: Game, config: MinMaxConfig, run: RunFolder) -> Iterator[G
     Raises:
         UserError: Ray is missing, no cluster answers, or it has no room for the workers.
     """
-    if config.distributed is None:
+    if samplers(config) is None:
         yield game
         return
     with GameWorkers(game.pipeline.players, config, run) as workers:

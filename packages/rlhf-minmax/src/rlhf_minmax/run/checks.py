@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlhf_algos import check_evaluations, check_trackers, require_ray
+from rlhf_algos import check_evaluations, check_trackers, require_ray, samplers
 from rlhf_data import QARecord, UserError, render_prompt
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
@@ -105,7 +105,7 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
     training = config.training
     check_evaluations(training, training.eval_steps, examples=len(stories.held_out), has_run=True)
     check_trackers(training.report_to)
-    if config.distributed is not None:
+    if samplers(config) is not None:
         require_ray()
     check_players(config, devices)
     check_scorers(config)

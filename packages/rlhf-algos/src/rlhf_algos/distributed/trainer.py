@@ -1,0 +1,149 @@
+"""A training process that Ray Train has started: its place among the others, its work, what it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import ray.train
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+from rlhf_algos.engine.signals import pass_signal_on
+from rlhf_algos.process_group import broadcast
+from rlhf_data import UserError, atomic_write_json
+
+PRINTED, SIGNAL = "printed", "signal"
+"""Files of the folder that the command and the training processes share: output, and a signal's number."""
+_PLAIN = (str, int, float)
+_BEGUN, _ENDED = "begun", "ended.json"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why the work is over, and is not tried again: a user's mistake, or a signal."""
+
+    message: str = ""
+    code: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+
+    @classmethod
+    def of(cls, error: UserError | KeyboardInterrupt) -> Self:
+        """What ended the work."""
+        if isinstance(error, UserError):
+            return cls(str(error), error.code, error.fields)
+        return cls(exit_code=getattr(error, "exit_code", 130))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """That of the first process that wrote one, or None."""
+        found = sorted(folder.glob(f"*.{_ENDED}"))
+        if not found:
+            return None
+        return cls(**json.loads(found[0].read_text(encoding="utf-8")))
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Keep it for the command."""
+        fields = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in self.fields.items()}
+        atomic_write_json(folder / f"{rank:06d}.{_ENDED}", {**vars(self), "fields": fields})
+
+    def again(self) -> None:
+        """Raise it."""
+        if self.exit_code is None:
+            raise UserError(self.message, code=self.code, **self.fields)
+        stop = KeyboardInterrupt()
+        stop.exit_code = self.exit_code  # type: ignore[attr-defined]
+        raise stop
+
+
+class Launch(TorchConfig):
+    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """See `ray.train.backend.BackendConfig`."""
+        return _Meeting
+
+
+class _Meeting(Backend):
+    share_cuda_visible_devices = True  # LOCAL_RANK says which device is whose
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Have all processes meet at the first one's machine."""
+        address, port = worker_group.execute_single(0, _free_address)
+        worker_group.execute(_meet_at, address, port)
+
+
+def _free_address() -> tuple[str, int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+
+def _meet_at(address: str, port: int) -> None:
+    """Set the variables that torchrun sets."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(context.get_world_rank()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "GROUP_RANK": str(context.get_node_rank()),
+    }
+
+
+def attempt(given: dict[str, Any]) -> None:
+    """Do the work, from the last checkpoint where an earlier attempt has begun it."""
+    folder, rank = Path(given["folder"]), int(os.environ["RANK"])
+    if not folder.is_dir():
+        raise UserError(
+            f"the training process on {socket.gethostname()} does not see {folder.parent}; put the run's "
+            "folder, by --output-dir, on storage that every machine of the cluster has under this path",
+            code="folder_not_shared",
+        )
+    if Ended.read(folder):
+        return
+    threading.Thread(target=_await_signal, args=(folder / SIGNAL,), daemon=True).start()
+    begun = folder / _BEGUN
+    again = broadcast(begun.exists())
+    begun.touch()
+    with _printing(folder / PRINTED, rank):
+        if again and rank == 0:
+            sys.stdout.write("a training process was lost; going on from the last checkpoint\n")
+        try:
+            given["work"](again)
+        except UserError as error:
+            Ended.of(error).write(folder, rank)
+            raise
+        except KeyboardInterrupt as stop:
+            Ended.of(stop).write(folder, rank)
+
+
+@contextlib.contextmanager
+def _printing(path: Path, rank: int) -> Iterator[None]:
+    """Within this context the first process prints to a file, which the command prints."""
+    if rank:
+        yield
+        return
+    with path.open("a", encoding="utf-8", buffering=1) as file, contextlib.redirect_stdout(file):
+        yield
+
+
+def _await_signal(path: Path) -> None:
+    """Pass a signal on that came to the command, to trainings that begin later too."""
+    while True:
+        if path.exists():
+            pass_signal_on(int(path.read_text(encoding="utf-8")))
+        time.sleep(0.5)

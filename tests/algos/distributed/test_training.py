@@ -1,0 +1,162 @@
+"""Training processes on a Ray cluster: as under torchrun, also when one is killed, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from files import metrics_of
+from raises import raises_error
+from rlhf_algos import METHODS, TrainingJob
+from rlhf_algos.engine.signals import GracefulStop, pass_signal_on
+from rlhf_data import RunFolder
+
+_SETTINGS: dict[str, Any] = {
+    "story_rows": 40,
+    "story_eval_rows": 4,
+    "per_device_train_batch_size": 4,
+    "max_steps": 40,
+    "save_steps": 8,
+}
+_TWO = ("--set", "distributed={trainer_workers: 2, address: local, object_store_gb: 0.2}")
+_PATIENCE = 300
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
+)
+
+
+def test_every_method_can_be_trained_on_a_cluster():
+    for method in METHODS.values():
+        found = method.resolve({"distributed": {"trainer_workers": 4, "min_trainer_workers": 2}}).distributed
+        assert found is not None and found.trainer_workers == 4
+        assert getattr(found, "rollout_workers", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"trainer_workers": 2, "rollout_workers": 2},
+        {"trainer_workers": 2, "reward_workers": 2},
+        {"trainer_workers": 2, "min_trainer_workers": 3},
+        {"rollout_workers": 0},
+        {"gpus_per_trainer": 1},
+    ],
+)
+def test_what_does_not_go_together_is_refused(section: dict[str, Any]):
+    with raises_error("invalid_value", key="distributed"):
+        METHODS["grpo"].resolve({"distributed": section})
+
+
+def test_rollout_workers_are_for_methods_that_sample():
+    with raises_error("unknown_key", key="distributed.rollout_workers"):
+        METHODS["sft"].resolve({"distributed": {"rollout_workers": 2}})
+
+
+def test_the_library_does_not_train_in_one_process_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    config = METHODS["sft"].resolve({"distributed": {"trainer_workers": 2}})
+    with raises_error("unsupported_key", key="distributed.trainer_workers"):
+        TrainingJob("sft", config, RunFolder(tmp_path)).train()
+
+
+def test_a_signal_is_passed_on_to_a_training_in_a_thread(in_thread: Callable[..., Any]):
+    def stopped() -> int | None:
+        with GracefulStop() as stop:
+            pass_signal_on(signal.SIGTERM)
+            return stop.exit_code
+
+    assert in_thread(stopped) == 143
+
+
+@pytest.fixture
+def in_thread() -> Callable[..., Any]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def call(function: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., str]) -> Path:
+    """A run of two processes under torchrun."""
+    folder = tmp_path_factory.mktemp("torchrun") / "run"
+    run_processes(["-m", "rlhf_train", *_arguments(folder)])
+    return folder
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
+    process = _started(tmp_path)
+    assert process.wait(_PATIENCE) == 0, _said(tmp_path)
+    _assert_same(tmp_path / "run", torchrun)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_killed_process_changes_nothing(torchrun: Path, tmp_path: Path):
+    process = _started(tmp_path)
+    _wait_for(tmp_path / "run" / "checkpoint-16")
+    os.kill(_trainers_of(process.pid)[-1], signal.SIGKILL)
+    assert process.wait(_PATIENCE) == 0, _said(tmp_path)
+    assert "a training process was lost" in _said(tmp_path)
+    _assert_same(tmp_path / "run", torchrun)
+    assert not (tmp_path / "run" / ".trainers").exists()
+
+
+def _arguments(folder: Path) -> list[str]:
+    given = [word for key, value in _SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    return ["sft", *given, "--output-dir", str(folder)]
+
+
+def _started(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_train", *_arguments(folder / "run"), *_TWO],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+def _said(folder: Path) -> str:
+    return (folder / "log").read_text(encoding="utf-8")
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.02)
+
+
+def _trainers_of(command: int) -> list[int]:
+    """The training processes among the descendants of a command."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+
+    def descends(pid: int) -> bool:
+        while pid in parents and pid != command:
+            pid = parents[pid]
+        return pid == command
+
+    return [int(pid) for pid, _, words in rows if "RayTrainWorker" in words and descends(int(pid))]
+
+
+def _assert_same(run: Path, other: Path) -> None:
+    assert metrics_of(run) == metrics_of(other)
+    weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (run, other)]
+    assert weights[0] == weights[1]
