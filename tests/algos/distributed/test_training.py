@@ -68,6 +68,12 @@ def test_the_library_does_not_train_in_one_process_instead(tmp_path: Path, monke
         TrainingJob("sft", config, RunFolder(tmp_path)).train()
 
 
+def test_importing_what_starts_them_leaves_rays_settings_to_the_cluster():
+    """Ray reads them as it is imported, and `uv run` from another folder fails without."""
+    code = "import rlhf_algos, sys; rlhf_algos.run_trainers; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_signal_is_passed_on_to_a_training_in_a_thread(in_thread: Callable[..., Any]):
     def stopped() -> int | None:
         with GracefulStop() as stop:

@@ -1,4 +1,4 @@
-"""A training process that Ray Train has started: its place among the others, its work, what it tells."""
+"""A training process that Ray Train has started: its work, and what it tells the command."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
-
-import ray.train
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
 
 from rlhf_algos.engine.signals import pass_signal_on
 from rlhf_algos.process_group import broadcast
@@ -64,44 +60,6 @@ class Ended:
         stop = KeyboardInterrupt()
         stop.exit_code = self.exit_code  # type: ignore[attr-defined]
         raise stop
-
-
-class Launch(TorchConfig):
-    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """See `ray.train.backend.BackendConfig`."""
-        return _Meeting
-
-
-class _Meeting(Backend):
-    share_cuda_visible_devices = True  # LOCAL_RANK says which device is whose
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Have all processes meet at the first one's machine."""
-        address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(_meet_at, address, port)
-
-
-def _free_address() -> tuple[str, int]:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return ray.util.get_node_ip_address(), listener.getsockname()[1]
-
-
-def _meet_at(address: str, port: int) -> None:
-    """Set the variables that torchrun sets."""
-    context = ray.train.get_context()
-    os.environ |= {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "RANK": str(context.get_world_rank()),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
-        "GROUP_RANK": str(context.get_node_rank()),
-    }
 
 
 def attempt(given: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_algos.distributed.cluster import TrainerCluster
 from rlhf_algos.distributed.config import ClusterConfig
-from rlhf_algos.distributed.trainer import PRINTED, SIGNAL, Ended, Launch, attempt
+from rlhf_algos.distributed.trainer import PRINTED, SIGNAL, Ended, attempt
 from rlhf_algos.engine.signals import GracefulStop
 from rlhf_data import UserError, atomic_write_text
 
@@ -65,6 +65,8 @@ class _Fit(threading.Thread):
         """Train until all processes have ended, or too many were lost."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
+
+        from rlhf_algos.distributed.meeting import Launch
 
         config = self._config
         least, most = config.min_trainer_workers, config.trainer_workers

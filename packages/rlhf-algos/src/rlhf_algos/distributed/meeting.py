@@ -1,0 +1,49 @@
+"""Where training processes that Ray Train has started meet; loads ray, whose settings must be in place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import ray.train
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+
+class Launch(TorchConfig):
+    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """See `ray.train.backend.BackendConfig`."""
+        return _Meeting
+
+
+class _Meeting(Backend):
+    share_cuda_visible_devices = True  # LOCAL_RANK says which device is whose
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Have all processes meet at the first one's machine."""
+        address, port = worker_group.execute_single(0, _free_address)
+        worker_group.execute(_meet_at, address, port)
+
+
+def _free_address() -> tuple[str, int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+
+def _meet_at(address: str, port: int) -> None:
+    """Set the variables that torchrun sets."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(context.get_world_rank()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "GROUP_RANK": str(context.get_node_rank()),
+    }
