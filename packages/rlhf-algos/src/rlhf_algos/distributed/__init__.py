@@ -1,1 +1,1 @@
-"""Rollouts and rewards on a Ray cluster; only the modules of this room import ray, and `config` does not."""
+"""Training, rollouts and rewards on a Ray cluster; only the modules of this room import ray, and `config` does not."""
