@@ -1,1 +1,1 @@
-"""Training, rollouts and rewards on a Ray cluster; only the modules of this room import ray, and `config` does not."""
+"""Training, rollouts and rewards on a Ray cluster; only this room imports ray, and its `config` does not."""

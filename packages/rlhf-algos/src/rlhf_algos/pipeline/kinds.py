@@ -204,6 +204,8 @@ _SERVE_KEYS = (
     *("model", "prompts", "rows", "max_tokens", "temperature", "reward_model", "n", "backend"),
     *("dtype", "device", "chat_template", "draft", "draft_model"),
 )
+LM_EVAL_OPTIONS = ("num_fewshot", "limit", "gen_kwargs", "include_path", "seed")
+"""Settings of a stage of kind lm_eval that are lm-eval's options."""
 FILTERS = ("pairs", "sft", "kto")
 """What a stage of kind filter makes of completions."""
 
@@ -294,6 +296,12 @@ KINDS: dict[str, StageKind] = {
         *(_capability, {"report": "report"}, ("report/items.jsonl",)),
         required=("model",),
         allowed=("model", "suite", "file", "rows", "max_new_tokens", "dtype"),
+        done="report/results.json",
+    ),
+    "lm_eval": StageKind(
+        *(_step("lm_eval"), {"report": "report"}, ("report/items.jsonl",)),
+        required=("model", "tasks"),
+        allowed=("model", "tasks", "metric", "dtype", *LM_EVAL_OPTIONS),
         done="report/results.json",
     ),
     "gate": StageKind(

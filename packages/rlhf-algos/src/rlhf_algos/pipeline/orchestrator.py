@@ -39,7 +39,7 @@ class TrainingStage(StrEnum):
     def of(cls, kind: str) -> TrainingStage:
         """That of a kind of the pipeline's stages."""
         known = {"data": cls.INIT, "merge": cls.MERGING, "minmax": cls.POLICY, "serve": cls.INFERENCE}
-        known |= dict.fromkeys(("evaluate", "capability", "gate"), cls.EVALUATION)
+        known |= dict.fromkeys(("evaluate", "capability", "lm_eval", "gate"), cls.EVALUATION)
         known |= dict.fromkeys(("generate", "refine", "score", "filter"), cls.SELF_IMPROVEMENT)
         return known.get(kind) or (cls(kind) if kind in (cls.SFT, "reward", "prm") else cls.POLICY)
 

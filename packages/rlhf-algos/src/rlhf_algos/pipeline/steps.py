@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.kinds import SETTINGS
+from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
 from rlhf_algos.pipeline.measured import Scores, scores_of
 from rlhf_algos.pipeline.served import serve
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
@@ -204,6 +205,7 @@ STEPS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
     "filter": choose,
     "gate": gate,
     "serve": serve,
+    "lm_eval": lm_eval,
 }
 
 
