@@ -123,8 +123,12 @@ def test_rates_of_different_rows_are_compared_by_their_own_intervals() -> None:
     assert (same.rows, same.other_rows) == (300, 3000)
     assert found([1] * 180 + [0] * 120, [1] * 2400 + [0] * 600).outcome == "fail"
     few = found([1] * 24 + [0] * 6, [1] * 2400 + [0] * 600)
-    # sd² = .16 + .16 · 30/3000 = .1616; (1.645 + .842)² · .1616 / .1² = 99.9, so 100 rows, 70 more
-    assert (few.outcome, few.missing_rows) == ("inconclusive", 70)
+    # .16/n + .16/3000 = (.1 / (1.645 + .842))² = .001617: n = .16 / .001564 = 102.3, so 103 rows, 73 more
+    assert (few.outcome, few.missing_rows) == ("inconclusive", 73)
+    # .25/100 alone is more than .001617: no number of the candidate's rows would do
+    none = found([1] * 15 + [0] * 15, [1] * 50 + [0] * 50)
+    assert (none.outcome, none.missing_rows, none.too_few_others) == ("inconclusive", None, True)
+    assert "more of both" in none.reason
     complaints = Gate(metric="rating", against="start", op="<", threshold=0.0)
     assert found([1] * 10 + [0] * 290, [1] * 600 + [0] * 2400, complaints).outcome == "pass"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import click
 from rlhf_data import (
     RunFolder,
     UserError,
-    alone_in,
     atomic_write_text,
     load_records,
     model_folder,
@@ -21,7 +19,7 @@ from rlhf_eval.attacks import Rated, attack, attack_page, attack_sentence
 from rlhf_eval.attacks.attack import check_items, check_transforms
 from rlhf_eval.capability import SUITES, Item, read_suite
 from rlhf_eval.scoring import as_text, load_scorer
-from rlhf_report.options import progress
+from rlhf_report.options import new_run, progress
 
 
 def run_attack(given: Mapping[str, Any]) -> None:
@@ -38,14 +36,8 @@ def run_attack(given: Mapping[str, Any]) -> None:
     _check_model(model)
     rated = _rated(given["reward"], given["right_from"], columns) if given["reward"] else None
     path = Path(given["output_dir"]) if given["output_dir"] else None
-    run = RunFolder.create(path, job="attack", resumable=False)
-    try:
-        with alone_in(run.path):
-            _attack(given, run, model, items, rated)
-    except UserError:
-        with suppress(OSError):
-            run.path.rmdir()  # nothing is in it yet
-        raise
+    with new_run(path, "attack") as run:
+        _attack(given, run, model, items, rated)
 
 
 def _attack(
@@ -56,14 +48,21 @@ def _attack(
     options = {name: given[name] for name in ("max_new_tokens", "seed")}
     policy = load_policy(model, given["dtype"])
     report = attack(policy, items, given["transforms"], rated=rated, progress=progress, **options)
-    found = report.to_dict()["transforms"]
+    results = report.to_dict()
+    found = results["transforms"]
     right = f"from a reward of {given['right_from']:g} on ({given['reward']})" if rated else "as the rows say"
     names = {"model": given["model"], "data": Path(given["data"]).name, "right": right}
     run.append_lines("attacks.jsonl", [dict(row) for row in report.rows])
     atomic_write_text(run.path / "attack.html", attack_page(found, report.rows, **names))
-    run.write_results({**names, **options, "transforms": found})
+    run.write_results({**names, **options, **results})
     for each in found:
         click.echo(attack_sentence(each))
+    for count, what in (
+        (report.repeated, "rows came twice, and count once"),
+        (report.left_out, "rows do not fit the model's context, and are left out"),
+    ):
+        if count:
+            click.echo(f"{count:,} {what}")
     click.echo(str(run.path / "attack.html"))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
-from rlhf_data import UserError, exit_cleanly, model_folder
+from rlhf_data import RunFolder, UserError, alone_in, exit_cleanly, model_folder
 
 
 def bad_row_option(meaning: str) -> Any:
@@ -32,6 +33,23 @@ def explained(run: Callable[..., None]) -> Callable[..., None]:
         exit_cleanly(functools.partial(run, *arguments, **options))
 
     return wrapped
+
+
+@contextmanager
+def new_run(path: Path | None, job: str) -> Iterator[RunFolder]:
+    """A new run folder that no other process writes to; gone again if a mistake left it empty.
+
+    Raises:
+        UserError: it cannot be made, or holds something already.
+    """
+    run = RunFolder.create(path, job=job, resumable=False)
+    try:
+        with alone_in(run.path):
+            yield run
+    except UserError:
+        with suppress(OSError):
+            run.path.rmdir()
+        raise
 
 
 def named_columns(given: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:

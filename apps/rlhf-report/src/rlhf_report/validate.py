@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,9 +12,10 @@ from typing import Any
 import click
 import numpy as np
 
-from rlhf_data import RunFolder, Text, UserError, alone_in, load_records, model_folder, read_rows
+from rlhf_data import Text, UserError, check_text, load_records, model_folder, read_rows
 from rlhf_eval.stats import Interval, proportion_interval
 from rlhf_eval.validation import AdversarialValidator, NLIModel, ReferenceScorer, Validation
+from rlhf_report.options import new_run
 
 _SHOWN = 3
 _SOURCES = ("source", "context", "story", "passage", "document")
@@ -37,8 +39,7 @@ def run_validation(given: Mapping[str, Any]) -> bool:
         )
     validator = _validator(given)
     path = Path(given["output_dir"]) if given["output_dir"] else None
-    run = RunFolder.create(path, job="validation", resumable=False)
-    with alone_in(run.path):
+    with new_run(path, "validation") as run:
         found = validator.validate(prompts, completions, sources)
         share = _share([bool(each.flaws) for each in found])
         kinds = _kinds(found)
@@ -48,7 +49,7 @@ def run_validation(given: Mapping[str, Any]) -> bool:
             "flaws": {kind: asdict(each) for kind, each in kinds.items()},
             "thresholds": asdict(validator.config),
             "mean_score": float(np.mean([each.score for each in found])),
-            "consistency": _consistency(found),
+            "consistency": _consistency(found, validator.infers),
         }
         rows = zip(prompts, completions, found, strict=True)
         run.append_lines(
@@ -57,6 +58,8 @@ def run_validation(given: Mapping[str, Any]) -> bool:
         )
         run.write_results(results)
     _print(found, completions, share, kinds)
+    if results["consistency"]:
+        click.echo(_consistency_sentence(results["consistency"]))
     click.echo(str(run.path))
     limit = given["max_flagged"]
     if limit is not None and share.low > limit:
@@ -78,10 +81,13 @@ def _rows(path: str, column: str | None) -> tuple[list[Text], list[str], list[st
                 code="missing_value",
                 row=number,
             )
+        texts = (row.get(name) for name in columns)
+        source = next((text for text in texts if isinstance(text, str) and text.strip()), None)
+        for text in (json.dumps(prompt, ensure_ascii=False), completion, source or ""):
+            check_text(text, f"{path}, row {number}")
         prompts.append(prompt)
         completions.append(completion)
-        texts = (row.get(name) for name in columns)
-        sources.append(next((text for text in texts if isinstance(text, str) and text.strip()), None))
+        sources.append(source)
     if not prompts:
         raise UserError(f"{path} has no rows", code="no_rows")
     return prompts, completions, sources
@@ -113,7 +119,7 @@ def _nli(given: Mapping[str, Any]) -> NLIModel:
     return NLIModel.from_pretrained(model_folder(given["nli"]), dtype=given["dtype"], device=device)
 
 
-def _consistency(found: Sequence[Validation]) -> dict[str, Any] | None:
+def _consistency(found: Sequence[Validation], nli: Any) -> dict[str, Any] | None:
     """Means over the rows with a source; None where there is none, or no model."""
     rows = [each.measures for each in found if each.measures["entailment"] is not None]
     if not rows:
@@ -121,7 +127,7 @@ def _consistency(found: Sequence[Validation]) -> dict[str, Any] | None:
     means = {
         name: float(np.mean([row[name] or 0.0 for row in rows])) for name in ("entailment", "contradiction")
     }
-    return {"rows": len(rows), **means}
+    return {"rows": len(rows), **means, "pairs_cut": nli.cut}
 
 
 def _kinds(found: Sequence[Validation]) -> dict[str, Interval]:
@@ -147,6 +153,19 @@ def _print(
     for place in [place for place in worst if found[place].flaws][:_SHOWN]:
         flaws = ", ".join(flaw.kind for flaw in found[place].flaws)
         click.echo(f"row {place + 1}: {flaws}: {completions[place][:80]!r}")
+
+
+def _consistency_sentence(found: Mapping[str, Any]) -> str:
+    said = (
+        f"{found['rows']:,} completions compared with their sources: mean entailment "
+        f"{found['entailment']:.2f}, mean of the worst contradictions {found['contradiction']:.2f}"
+    )
+    if cut := found["pairs_cut"]:
+        said += (
+            f"; {cut:,} pairs of sentences did not fit the NLI model's context, and what was cut off is not "
+            "compared"
+        )
+    return said
 
 
 def _percent(share: Interval) -> str:

@@ -64,6 +64,7 @@ from rlhf_data.records.preference import PreferenceRecord as PreferenceRecord
 from rlhf_data.records.preference import pair_from_row as pair_from_row
 from rlhf_data.records.prompt import PromptExample as PromptExample
 from rlhf_data.records.prompt import PromptRecord as PromptRecord
+from rlhf_data.records.row import check_text as check_text
 from rlhf_data.records.sft import CompletionRecord as CompletionRecord
 from rlhf_data.records.sft import ConversationRecord as ConversationRecord
 from rlhf_data.records.sft import TextRecord as TextRecord

@@ -96,8 +96,10 @@ class GateVerdict:
         high: Upper end.
         rows: Rows of the candidate.
         other_rows: Rows that they were compared with, if those are other ones; else None.
-        missing_rows: Further rows that would show a pass with probability 0.8, if no difference is the truth
-            (with a margin) or the estimate is; None unless inconclusive, and where no number would.
+        too_few_others: Whether no number of the candidate's rows would do because those are too few.
+        missing_rows: Further rows of the candidate that would show a pass with probability 0.8, if no
+            difference is the truth (with a margin) or the estimate is; None unless inconclusive, and where no
+            number would.
         p_value: One-sided, of failing by chance, corrected by Holm over all gates.
     """
 
@@ -111,6 +113,7 @@ class GateVerdict:
     missing_rows: int | None
     p_value: float
     other_rows: int | None = None
+    too_few_others: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -130,12 +133,12 @@ class GateVerdict:
             "inconclusive": f"does not decide {self.condition}",
         }[self.outcome]
         more = ""
-        if self.outcome == "inconclusive":
-            more = (
-                f"; about {self.missing_rows:,} more rows would"
-                if self.missing_rows is not None
-                else "; the estimate lies on the other side, so more rows like these would not show it"
-            )
+        if self.outcome == "inconclusive" and self.missing_rows is not None:
+            more = f"; about {self.missing_rows:,} more rows would, with a probability of {_POWER:.0%}"
+        elif self.outcome == "inconclusive" and self.too_few_others:
+            more = f"; no number would against {self.other_rows} other ones, so more of both are needed"
+        elif self.outcome == "inconclusive":
+            more = "; the estimate lies on the other side, so more rows like these would not show it"
         return f"{found} {said}{more}"
 
 
@@ -230,13 +233,6 @@ class _Compared:
         """Of each row; the scores themselves where they are compared with none."""
         return self.new if self.old is None else self.new - self.old
 
-    @property
-    def spread(self) -> float:
-        """Standard deviation of a row's share in the estimate."""
-        if self.paired or self.old is None:
-            return float(self.differences.std())
-        return math.sqrt(float(self.new.var()) + float(self.old.var()) * len(self.new) / len(self.old))
-
 
 def _compared(
     gate: Gate, measured: Mapping[str, Scores], others: Mapping[str, Mapping[str, Scores]], paired: bool
@@ -288,15 +284,17 @@ def _judge(gate: Gate, compared: _Compared) -> GateVerdict:
         else f"a {difference} {gate.op} {gate.threshold:g}"
     )
     ends = sorted((gate.sign * found.low, gate.sign * found.high))
+    missing, too_few_others = _missing(gate, compared, found)
     return GateVerdict(
         gate.metric,
         condition,
         "inconclusive",
         gate.sign * found.estimate,
         *(ends[0], ends[1], len(compared.new)),
-        missing_rows=_missing(gate, compared, found),
+        missing_rows=missing,
         p_value=_fail_p(gate, compared, found),
         other_rows=None if compared.old is None or compared.paired else len(compared.old),
+        too_few_others=too_few_others,
     )
 
 
@@ -304,9 +302,9 @@ def _settle(gate: Gate, verdict: GateVerdict) -> GateVerdict:
     low, estimate = (verdict.low, verdict.estimate) if gate.sign > 0 else (-verdict.high, -verdict.estimate)
     limit = gate.passes_above
     if low > limit or (low == limit and gate.op.endswith("=") and gate.margin is None):
-        return replace(verdict, outcome="pass", missing_rows=None)
+        return replace(verdict, outcome="pass", missing_rows=None, too_few_others=False)
     if verdict.p_value < gate.alpha and estimate < limit:
-        return replace(verdict, outcome="fail", missing_rows=None)
+        return replace(verdict, outcome="fail", missing_rows=None, too_few_others=False)
     return verdict
 
 
@@ -364,18 +362,27 @@ def _touching(gate: Gate, compared: _Compared, limit: float) -> float:
     return high
 
 
-def _missing(gate: Gate, compared: _Compared, found: Interval) -> int | None:
-    """Rows that are missing to show a pass with power 0.8; None where no number would.
+def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | None, bool]:
+    """Rows of the candidate that are missing to show a pass with power 0.8, None where no number would.
 
-    Of the candidate; where it is compared with other rows, those have to grow with them.
+    And whether none would because what it is compared with has too few rows of its own.
     """
     limit = gate.passes_above
     distance = -limit if gate.margin is not None else found.estimate - limit
     if not distance > 0:
-        return None
-    if compared.spread:
-        needed = units_needed(distance, compared.spread, power=_POWER, level=1 - 2 * gate.alpha)
+        return None, False
+    level, unpaired = 1 - 2 * gate.alpha, compared.old is not None and not compared.paired
+    variance = float((compared.new if unpaired else compared.differences).var())
+    if unpaired and compared.old is not None and compared.old.var():
+        # var/n + var_old/m may be (distance / (z_(1−α) + z_power))², of which the other rows leave the rest
+        most = (distance / (normal_quantile(1 - gate.alpha) + normal_quantile(_POWER))) ** 2
+        left = most - float(compared.old.var()) / len(compared.old)
+        if not left > 0:
+            return None, True
+        needed = math.ceil(variance / left)
+    elif variance:
+        needed = units_needed(distance, math.sqrt(variance), power=_POWER, level=level)
     else:  # all rows agree: where Wilson's bound of a rate of 0 in n rows, z² / (n + z²), meets the limit
         odds = (1 - min(distance, 0.99)) / min(distance, 0.99)
         needed = math.ceil(normal_quantile(1 - gate.alpha) ** 2 * odds) + 1
-    return max(1, needed - len(compared.new))
+    return max(1, needed - len(compared.new)), False

@@ -106,6 +106,12 @@ def _begin(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> Non
     if cluster is None:
         _play(config, run, options)
         return
+    from rlhf_minmax.game.stories import load_stories
+    from rlhf_minmax.run.building import needs_demo
+    from rlhf_minmax.run.distributed import check_built
+
+    if needs_demo(config):
+        check_built(config, load_stories(config), processes=cluster.trainer_workers)
     work = partial(_in_trainer, config.to_dict(), str(run.path.resolve()), options)
     train_on_cluster(cluster, config, run, work, job=_JOB, trains=not options["eval_only"])
 

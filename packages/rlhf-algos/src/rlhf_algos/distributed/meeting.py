@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import ray.train
@@ -11,8 +12,15 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 
+@dataclass
 class Launch(TorchConfig):
-    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun."""
+    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun.
+
+    Args:
+        gpus: whether they may see GPUs.
+    """
+
+    gpus: bool = False
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -26,7 +34,7 @@ class _Meeting(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Have all processes meet at the first one's machine."""
         address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(_meet_at, address, port)
+        worker_group.execute(_meet_at, address, port, backend_config.gpus)
 
 
 def _free_address() -> tuple[str, int]:
@@ -35,8 +43,10 @@ def _free_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
 
-def _meet_at(address: str, port: int) -> None:
+def _meet_at(address: str, port: int, gpus: bool) -> None:
     """Set the variables that torchrun sets."""
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,

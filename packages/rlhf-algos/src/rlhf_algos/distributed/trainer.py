@@ -18,10 +18,11 @@ from rlhf_algos.engine.signals import pass_signal_on
 from rlhf_algos.process_group import broadcast
 from rlhf_data import UserError, atomic_write_json
 
-PRINTED, SIGNAL = "printed", "signal"
-"""Files of the folder that the command and the training processes share: output, and a signal's number."""
+PRINTED, SIGNAL, BEGUN = "printed", "signal", "begun"
+"""Files of the folder that the command and the training processes share: output, a signal's number, and that
+the work has begun."""
 _PLAIN = (str, int, float)
-_BEGUN, _ENDED = "begun", "ended.json"
+_ENDED = "ended.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def attempt(given: dict[str, Any]) -> None:
     if Ended.read(folder):
         return
     threading.Thread(target=_await_signal, args=(folder / SIGNAL,), daemon=True).start()
-    begun = folder / _BEGUN
+    begun = folder / BEGUN
     again = broadcast(begun.exists())
     begun.touch()
     with _printing(folder / PRINTED, rank):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_algos.distributed.cluster import TrainerCluster
 from rlhf_algos.distributed.config import ClusterConfig
-from rlhf_algos.distributed.trainer import PRINTED, SIGNAL, Ended, attempt
+from rlhf_algos.distributed.trainer import BEGUN, PRINTED, SIGNAL, Ended, attempt
 from rlhf_algos.engine.signals import GracefulStop
 from rlhf_data import UserError, atomic_write_text
 
@@ -70,15 +70,12 @@ class _Fit(threading.Thread):
 
         config = self._config
         least, most = config.min_trainer_workers, config.trainer_workers
-        environment = dict(config.runtime_env)
-        if not config.gpus_per_trainer:
-            environment["env_vars"] = {"CUDA_VISIBLE_DEVICES": "", **environment.get("env_vars", {})}
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
         try:
             TorchTrainer(
                 attempt,
                 train_loop_config={"folder": str(self._folder), "work": self._work},
-                torch_config=Launch(),
+                torch_config=Launch(gpus=bool(config.gpus_per_trainer)),
                 scaling_config=ScalingConfig(
                     num_workers=most if least is None else (least, most),
                     use_gpu=bool(config.gpus_per_trainer),
@@ -89,7 +86,7 @@ class _Fit(threading.Thread):
                     name="state",
                     storage_path=str(self._folder),
                     failure_config=FailureConfig(config.max_trainer_failures, controller_failure_limit=0),
-                    worker_runtime_env=environment,
+                    worker_runtime_env=config.runtime_env,
                 ),
             ).fit()
         except BaseException as error:  # the main thread says what became of it
@@ -100,20 +97,22 @@ def _follow(fit: _Fit, folder: Path) -> None:
     """Print what the first process prints, pass signals on, and raise what ended the work."""
     fit.start()
     printed = _Printed(folder / PRINTED)
-    with GracefulStop() as stop:
+    with GracefulStop("stopping the training processes; once more stops at once") as stop:
         while fit.is_alive():
             fit.join(_EVERY)
             printed.forward()
             if (ended := Ended.read(folder)) and ended.exit_code is None:
                 fit.join(_GRACE)  # the first process's sentence is preferred
                 break
+            if stop.signal and not (folder / BEGUN).exists():
+                Ended(exit_code=stop.exit_code).again()
             if stop.signal and not (folder / SIGNAL).exists():
                 atomic_write_text(folder / SIGNAL, str(int(stop.signal)))
     printed.forward()
     if ended := Ended.read(folder):
         ended.again()
     if fit.error is not None:
-        raise _failure(fit.error) from fit.error
+        raise _failure(fit.error, begun=(folder / BEGUN).exists()) from fit.error
 
 
 class _Printed:
@@ -133,15 +132,20 @@ class _Printed:
             self._at = file.tell()
 
 
-def _failure(error: BaseException) -> UserError:
+def _failure(error: BaseException, *, begun: bool) -> UserError:
     """The error where Ray Train gave up."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     for failure in failures.values():
         if isinstance(failure, UserError):
             return failure
     lines = [line for line in str(next(iter(failures.values()), error)).splitlines() if line.strip()]
+    said = lines[-1].strip() if lines else type(error).__name__
+    if not begun:
+        return UserError(
+            f"the training processes did not start: {said}; Ray's logs say more", code="not_started"
+        )
     return UserError(
         f"training processes were lost more often than distributed.max_trainer_failures allows, the last one "
-        f"with: {lines[-1].strip() if lines else type(error).__name__}; Ray's logs say more",
+        f"with: {said}; Ray's logs say more",
         code="too_many_losses",
     )

@@ -49,6 +49,13 @@ def scores_of(report: Path) -> Scores:
     Raises:
         UserError: it is none of these.
     """
+    if not report.exists():
+        raise UserError(
+            f"{report} does not exist; name the report of a stage of kind evaluate, capability or lm_eval, "
+            "or a file of ratings",
+            code="file_not_found",
+            path=str(report),
+        )
     if report.is_file():
         return Scores({RATING: _ratings(report)}, unpaired=(RATING,))
     run = RunFolder(report)

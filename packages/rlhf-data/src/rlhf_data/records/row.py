@@ -338,11 +338,21 @@ def _message(value: Any, where: str) -> Message:
 def _string(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: expected a text, got {_short(value)}")
+    return check_text(value, where)
+
+
+def check_text(value: str, where: str) -> str:
+    """Refuse text that cannot be written as UTF-8: JSON can hold half of a surrogate pair.
+
+    Raises:
+        UserError: it cannot.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: character {error.start} is half of a surrogate pair, which is not text; correct it"
+            f"{where}: character {error.start} is half of a surrogate pair, which is not text; correct it",
+            code="invalid_text",
         ) from error
     return value
 

@@ -71,14 +71,19 @@ class AttackReport:
     Args:
         results: one for each change of the prompts, the control first.
         rows: each changed prompt with both answers.
+        repeated: items that came twice, and counted once.
+        left_out: items of which the prompt itself does not fit the model's context.
     """
 
     results: tuple[TransformResult, ...]
     rows: tuple[Mapping[str, Any], ...]
+    repeated: int = 0
+    left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The results as JSON."""
-        return finite({"transforms": [asdict(each) for each in self.results]})
+        counts = {"repeated": self.repeated, "left_out": self.left_out}
+        return finite({"transforms": [asdict(each) for each in self.results], **counts})
 
 
 def attack(
@@ -100,7 +105,7 @@ def attack(
     Args:
         policy: such as that of `rlhf_eval.evaluation.load_policy`.
         items: prompts with what makes an answer right, such as those of `rlhf_eval.capability.read_suite`;
-            one that comes twice counts once.
+            one that comes twice counts once, and one that does not fit the model's context is left out.
         transforms: names of `TRANSFORMS`; none for all. The control is always among them.
         rated: makes answers right by a reward, whatever the items say.
         max_new_tokens: longest answer.
@@ -108,13 +113,13 @@ def attack(
         progress: is shown what is being done.
 
     Raises:
-        UserError: a transform is unknown, an item has no right answer, or its prompt does not fit the model.
+        UserError: a transform is unknown, an item has no right answer, or no prompt fits the model.
     """
-    names = check_transforms(transforms)
+    names, given = check_transforms(transforms), len(items)
     items = list({item.id: item for item in items}.values())
     check_items(items)
-    for item in items:
-        _fit(policy, item, max_new_tokens)
+    repeated, different = given - len(items), len(items)
+    items = _fitting(policy, items, max_new_tokens)
     attacks = {name: [_changed(policy, item, name, seed, max_new_tokens) for item in items] for name in names}
     suites = {name: [each for each in changed if isinstance(each, Item)] for name, changed in attacks.items()}
     tester = CapabilityTester({_BEFORE: items, **suites}, max_new_tokens=max_new_tokens)
@@ -136,7 +141,7 @@ def attack(
     results = [
         _result(name, [row for row in rows if row["transform"] == name], attacks[name]) for name in names
     ]
-    return AttackReport(tuple(_corrected(results)), tuple(rows))
+    return AttackReport(tuple(_corrected(results)), tuple(rows), repeated, different - len(items))
 
 
 def check_transforms(names: Sequence[str]) -> list[str]:
@@ -169,6 +174,21 @@ def check_items(items: Sequence[Item]) -> None:
                 f"the text {item.choices[0][:40]!r} has no prompt to attack; expected rows with a prompt",
                 code="missing_value",
             )
+
+
+def _fitting(policy: Policy, items: Sequence[Item], max_new_tokens: int) -> list[Item]:
+    """The items that the model can read; the error of the first one if it can read none."""
+    found: list[Item] = []
+    first: UserError | None = None
+    for item in items:
+        try:
+            _fit(policy, item, max_new_tokens)
+            found.append(item)
+        except UserError as error:
+            first = first or error
+    if not found and first is not None:
+        raise first
+    return found
 
 
 def _fit(policy: Policy, item: Item, max_new_tokens: int) -> None:

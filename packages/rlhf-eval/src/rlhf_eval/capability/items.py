@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_data import UserError, json_hash, read_rows, row_place
+from rlhf_data import UserError, check_text, json_hash, read_rows, row_place
 from rlhf_eval.evaluation import is_refusal
 
 How = Literal["choice", "written", "likelihood"]
@@ -58,7 +58,10 @@ def read_suite(path: str | Path) -> list[Item]:
 def _item(row: Mapping[str, Any], where: str) -> Item:
     for columns, make in _FORMS.items():
         if all(row.get(column) is not None for column in columns):
-            return make(row, where)
+            item = make(row, where)
+            for text in (item.prompt, *item.choices, *map(str, item.checks.values())):
+                check_text(text, where)
+            return item
     raise UserError(
         f"{where}: no item of a capability suite; expected prompt with choices and answer, with answer or "
         "with checks, or text",

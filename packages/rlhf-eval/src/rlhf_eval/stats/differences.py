@@ -237,7 +237,8 @@ def wilson(rate: float, n: float, *, level: float = 0.95) -> tuple[float, float]
     z = normal_quantile((1 + level) / 2)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     centre = rate + z * z / (2 * n)
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+    low, high = (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+    return (max(0.0, low) if rate > 0 else 0.0), (min(1.0, high) if rate < 1 else 1.0)
 
 
 def non_inferior(difference: Interval, margin: float) -> bool:

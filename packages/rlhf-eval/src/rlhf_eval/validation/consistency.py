@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from rlhf_data import UserError
 from rlhf_eval.validation.flaws import sentences
 
 Infers = Callable[[Sequence[str], Sequence[str]], np.ndarray]
@@ -41,13 +42,16 @@ class NLIModel:
         tokenizer: its tokenizer, which joins premise and hypothesis.
         places: which of its outputs are entailment, neutral and contradiction.
         max_tokens: budget in tokens for one forward pass, padding included.
+
+    Attributes:
+        cut: how many pairs so far did not fit the model's context, and lost the end of the longer text.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, places: Sequence[int], *, max_tokens: int = 16_384
     ) -> None:
         self.model, self.tokenizer, self.max_tokens = model.eval(), tokenizer, max_tokens
-        self.places = list(places)
+        self.places, self.cut = list(places), 0
 
     @classmethod
     def from_pretrained(cls, name: str, *, dtype: str = "auto", device: Any = None) -> Self:
@@ -65,17 +69,27 @@ class NLIModel:
         """(B, 2) P(entailment) and P(contradiction); equal pairs are computed once.
 
         Of a pair that does not fit the model's context the end of the longer text is left out.
+
+        Raises:
+            UserError: the model gives numbers that are not finite.
         """
         import torch
 
         pairs = list(zip(premises, hypotheses, strict=True))
-        each = sorted(set(pairs))
-        encoded = [self.tokenizer(*pair, truncation=True, max_length=self._longest()) for pair in each]
+        each, longest = sorted(set(pairs)), self._longest()
+        encoded = [self.tokenizer(*pair, truncation=True, max_length=longest) for pair in each]
+        self.cut += sum(len(self.tokenizer(*pair)["input_ids"]) > longest for pair in each)
         found: dict[tuple[str, str], list[float]] = {}
         with torch.inference_mode():
             for places in _by_length([len(one["input_ids"]) for one in encoded], self.max_tokens):
                 batch = self.tokenizer.pad([encoded[place] for place in places], return_tensors="pt")
                 logits = self.model(**batch.to(self.model.device)).logits[:, self.places].float()
+                if not logits.isfinite().all():
+                    raise UserError(
+                        "the NLI model gives numbers that are not finite, so that it says nothing; check its "
+                        "weights, or load it in float32",
+                        code="not_finite",
+                    )
                 for place, values in zip(places, logits.softmax(-1)[:, [0, 2]].tolist(), strict=True):
                     found[each[place]] = values
         return np.array([found[pair] for pair in pairs]).reshape(-1, 2)

@@ -16,7 +16,7 @@ _MOST_WORDS, _MOST_CHARACTERS = 5_000, 20_000
 _PRIME, _BASE = (1 << 61) - 1, 1_000_003
 _FEWEST_WORDS = 12
 """Shorter texts repeat words without being flawed."""
-_SENTENCE = re.compile(r"(?<=[.!?…。！？])[\"'”’)]*\s+")
+_SENTENCE = re.compile(r"(?<=[.!?…])[\"'”’)]*\s+|(?<=[。！？])[」』”’）]*\s*(?=\S)")
 _ENDS = re.compile(r"[.!?…:。！？)\]}\"'”’`*\-|]\s*$")
 _LAST = 400
 """Characters of a line's end that are looked at."""

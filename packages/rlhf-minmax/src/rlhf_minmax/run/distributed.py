@@ -79,9 +79,21 @@ def _players(config: MinMaxConfig) -> dict[str, PlayerConfig]:
     return {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
 
 
-def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | None = None) -> None:
-    """Refuse to build the demonstration's models in several processes."""
-    if world_size() == 1:
+def check_built(
+    config: MinMaxConfig, stories: Stories, cache_folder: Path | None = None, *, processes: int | None = None
+) -> None:
+    """Refuse to build the demonstration's models in several processes.
+
+    Args:
+        config: settings of the run.
+        stories: its stories.
+        cache_folder: where built models are kept; None is the user's cache folder.
+        processes: how many there are to be; None counts those there are.
+
+    Raises:
+        UserError: there are several, and the models are not built.
+    """
+    if (processes or world_size()) == 1:
         return
     folder = demo_folder(
         stories.building, stories.prompts, config.demo_settings(), seed=config.seed, cache_folder=cache_folder
@@ -92,5 +104,7 @@ def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | Non
     if not all(each.is_dir() for each in needed):
         raise UserError(
             "the demonstration's models are not built yet, and one process builds them; start the same run "
-            "once without torchrun, with --eval-only, then with it"
+            "once with --eval-only in one process, without torchrun and distributed.trainer_workers, then "
+            "again",
+            code="not_built",
         )

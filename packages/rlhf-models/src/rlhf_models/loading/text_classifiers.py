@@ -45,9 +45,18 @@ def load_text_classifier(
         device: where it runs; None for the CPU.
 
     Raises:
-        UserError: either is missing or cannot be read, or the model has no stored classification head.
+        UserError: either is missing or cannot be read, the model has no stored classification head, or the
+            tokenizer no padding token.
     """
     check_weights(name_or_path)
     tokenizer = load_tokenizer(name_or_path, needs_end=False)
+    if tokenizer.pad_token_id is None:
+        raise UserError(
+            f"the tokenizer of {name_or_path} has no padding token, and batches of texts need one; set "
+            "pad_token in its tokenizer_config.json",
+            code="no_padding_token",
+        )
     model = read_model(AutoModelForSequenceClassification, name_or_path, dtype=dtype, device=device)
+    if model.config.pad_token_id is None:  # decoders find the last token of a text by it
+        model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
