@@ -46,6 +46,17 @@ def test_attacks_are_written_and_the_same_every_time(built_llama_folder: Path, t
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+def test_what_comes_twice_or_does_not_fit_is_counted(built_llama_folder: Path, tmp_path: Path) -> None:
+    long = {"prompt": "word " * 4000, "answer": "x"}
+    data = write(tmp_path / "rows.jsonl", [*ROWS, *ROWS[:2], long])
+    result = call(built_llama_folder, data, "--transform", "typos", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert (found["repeated"], found["left_out"], found["transforms"][0]["rows"]) == (2, 1, 4)
+    alone = call(built_llama_folder, write(tmp_path / "long.jsonl", [long]), "--output-dir", tmp_path / "no")
+    assert alone.exit_code == 2 and "needs" in alone.output and not (tmp_path / "no").exists()
+
+
 def test_a_reward_and_one_row(built_llama_folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "Say a word."}]}])
     options = ("--reward", "non_empty", "--right-from", "-100", "--transform", "typos")
@@ -58,6 +69,7 @@ def test_a_reward_and_one_row(built_llama_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "more", "says"),
     [
+        ([ROWS[0] | {"prompt": "a \ud800 b"}], (), "surrogate"),
         ([{"prompt": "a"}], (), "--reward"),
         ([{"text": "some text"}], (), "no prompt to attack"),
         ([], (), "no rows"),

@@ -90,6 +90,8 @@ def test_sources_are_compared_by_a_model(tmp_path: Path, byte_tokenizer: Any) ->
 @pytest.mark.parametrize(
     ("rows", "more", "says"),
     [
+        ([ROWS[0] | {"completion": "a \ud800 b"}], (), "surrogate"),
+        ([ROWS[0] | {"source": "a \ud800 b"}], ("--nli", "/nowhere/at/all"), "surrogate"),
         ([{"prompt": "a"}], (), "row 1"),
         ([], (), "no rows"),
         (ROWS, ("--human", "x.jsonl"), "--reference"),

@@ -74,6 +74,14 @@ def test_importing_what_starts_them_leaves_rays_settings_to_the_cluster():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_python_that_ray_cannot_start_is_refused():
+    from rlhf_algos.distributed.training import _check_python
+
+    _check_python("/opt/env/bin/python")
+    with raises_error("unusable_python"):
+        _check_python("/opt/my env/bin/python")
+
+
 def test_a_signal_is_passed_on_to_a_training_in_a_thread(in_thread: Callable[..., Any]):
     def stopped() -> int | None:
         with GracefulStop() as stop:

@@ -68,7 +68,13 @@ def test_injections_name_a_wrong_choice_before_the_last_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "item"), [("injection", REFUSED), ("suggestion", WRITTEN), ("choice_order", WRITTEN)]
+    ("name", "item"),
+    [
+        ("injection", REFUSED),
+        ("suggestion", WRITTEN),
+        ("suggestion", Item("Where?", "choice", (" hall", " hall"))),
+        ("choice_order", WRITTEN),
+    ],
 )
 def test_what_does_not_apply(name: str, item: Item) -> None:
     assert changed(name, item) is None

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from raises import raises_error
 from rlhf_eval.validation import AdversarialValidator, NLIModel, ValidatorConfig
@@ -88,7 +93,36 @@ def test_a_model_gives_the_same_in_any_batch(nli_folder: Path) -> None:
     np.testing.assert_allclose(found[0], expected[[2, 0]].tolist(), atol=1e-6)
     nli.max_tokens = 1
     np.testing.assert_allclose(nli(premises, hypotheses), found, atol=1e-6)
+    assert nli.cut == 2  # one pair, in two calls
     assert nli([], []).shape == (0, 2)
+
+
+def test_a_broken_model_says_nothing(nli_folder: Path) -> None:
+    nli = NLIModel.from_pretrained(str(nli_folder))
+    with torch.no_grad():
+        nli.model.classifier.bias[0] = float("nan")
+    with raises_error("not_finite"):
+        nli(["a"], ["b"])
+
+
+def test_a_decoder_finds_the_end_of_each_text_in_a_batch(tmp_path: Path, byte_tokenizer: Any) -> None:
+    config = LlamaConfig(
+        vocab_size=len(byte_tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=None,
+        id2label={0: "entailment", 1: "neutral", 2: "contradiction"},
+    )
+    torch.manual_seed(0)
+    for each in (LlamaForSequenceClassification(config), byte_tokenizer):
+        each.save_pretrained(tmp_path / "nli")
+    nli = NLIModel.from_pretrained(str(tmp_path / "nli"))
+    together = nli(["a", "long text here"], ["b", "and more of it"])
+    alone = nli(["a"], ["b"])
+    np.testing.assert_allclose(together[0], alone[0], atol=1e-6)
 
 
 def test_a_model_without_the_labels_is_refused(built_llama_folder: Path) -> None:

@@ -25,6 +25,7 @@ def test_sentences_end_at_marks_and_lines() -> None:
         sentences('One. "Two?" Three\nfour!  ') == ["One.", '"Two?', "Three", "four!"]
         or len(sentences('One. "Two?" Three\nfour!  ')) == 4
     )
+    assert sentences("日本語の文。「もう一つ。」三つ！") == ["日本語の文。", "「もう一つ。", "三つ！"]
 
 
 def test_repetition() -> None:

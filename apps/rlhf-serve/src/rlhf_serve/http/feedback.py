@@ -32,8 +32,6 @@ FEEDBACK = "/v1/feedback"
 _REMEMBERED = 4096
 """Answers that can be rated, the newest."""
 _CHUNK = 1 << 16
-_BEGINS = b'{"prompt": '
-"""How a rating begins: a file of one torn line that begins so is a file of ratings."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,8 +60,7 @@ def check_feedback(path: str | Path) -> None:
             first = file.readline()
             if not first:
                 return
-            torn = not first.endswith(b"\n") and not _row(first) and _BEGINS.startswith(first[: len(_BEGINS)])
-            if not torn and not {"prompt", "completion", "label"} <= _row(first).keys():
+            if not {"prompt", "completion", "label"} <= _row(first).keys():
                 raise UserError(
                     f"{path} exists and does not begin with a rating of an answer; name another file for "
                     "--feedback",

@@ -107,8 +107,8 @@ def _begin(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> Non
         _play(config, run, options)
         return
     from rlhf_minmax.game.stories import load_stories
-    from rlhf_minmax.run.building import needs_demo
     from rlhf_minmax.run.distributed import check_built
+    from rlhf_minmax.scorers.loading import needs_demo
 
     if needs_demo(config):
         check_built(config, load_stories(config), processes=cluster.trainer_workers)

@@ -45,10 +45,26 @@ def run_trainers(config: ClusterConfig, run: Path, work: Callable[[bool], None])
     try:
         folder.mkdir(parents=True)
         with contextlib.closing(TrainerCluster(config)) as cluster:
+            if cluster.local:
+                _check_python(sys.executable)
             cluster.release()
             _follow(_Fit(config, cluster.resources(), folder, work), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_python(path: str) -> None:
+    """Refuse a Python that Ray Train cannot start: Ray writes its path into a shell's command as it is.
+
+    Raises:
+        UserError: a blank in the path would end it.
+    """
+    if any(character.isspace() for character in path):
+        raise UserError(
+            f"Ray Train cannot start processes with {path}, because its path has a blank; make the "
+            "environment in a folder without one",
+            code="unusable_python",
+        )
 
 
 class _Fit(threading.Thread):
