@@ -63,7 +63,7 @@ def test_a_reference_model_has_thresholds_from_good_completions(tmp_path: Path, 
 def test_sources_are_compared_by_a_model(tmp_path: Path, byte_tokenizer: Any) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
-    labels = dict(enumerate(("contradiction", "neutral", "entailment")))
+    labels: dict[int, str] = dict(enumerate(("contradiction", "neutral", "entailment")))
     config = BertConfig(vocab_size=len(byte_tokenizer), hidden_size=16, num_hidden_layers=1, id2label=labels)
     config.num_attention_heads = 2
     model = BertForSequenceClassification(config)

@@ -250,7 +250,7 @@ def _compared(
         )
     old = _metric(gate, others[gate.against], gate.against)
     if not paired:
-        return _Compared(*(np.array(list(each.values()), dtype=float) for each in (new, old)), paired)
+        return _Compared(np.array(list(new.values())), np.array(list(old.values())), paired)
     shared = [key for key in new if key in old]
     if len(shared) < max(len(new), len(old)):
         raise UserError(

@@ -127,7 +127,7 @@ def attack(
         (row["suite"], row["id"]): row
         for row in tester.run(policy, lambda total, _: progress(total, "attacks")).items
     }
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"transform": name, "id": item.id, "prompt": item.prompt, "attacked": changed.prompt}
         | {when: _answer(answers[suite, each.id]) for when, suite, each in _both(name, item, changed)}
         for name in names

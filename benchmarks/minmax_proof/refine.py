@@ -1,6 +1,6 @@
 """Rewriting after critiques against sampling more: the same policy, the same tokens, held-out stories.
 
-    uv run python benchmarks/refine.py --output benchmarks/results/refine.json
+    uv run python benchmarks/minmax_proof/refine.py --output benchmarks/results/refine.json
 
 A game of `rlhf-train minmax` trains a monitor for every seed. The policy is the game's base, before the game.
 It drafts, a critic criticises, it rewrites, for three rounds; the critic is the trained monitor, the policy
@@ -20,15 +20,12 @@ import dataclasses
 import json
 import re
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "minmax_proof"))
 from cells import provenance
 
 from rlhf_algos import METHODS, TrainingJob
