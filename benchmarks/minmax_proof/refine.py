@@ -103,7 +103,9 @@ class Models:
         for name, settings in REWARDS.items():
             demo = self.config.demo.from_dict({**self.config.demo.to_dict(), **({} if quick else settings)})
             built = demo_models(self.stories.building, prompts, demo, seed=seed)
-            self.base, self.rewards[name] = built.base, built.reward
+            self.rewards[name] = built.reward
+            if name == "flawed":
+                self.base = built.base
         self.tokenizer = load_tokenizer(self.base)
         self._engines: dict[Path, TransformersEngine] = {}
 
