@@ -112,6 +112,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[.
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.proof  # the one below shows it too
 def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
     process = _started(tmp_path)
     assert process.wait(_PATIENCE) == 0, _said(tmp_path)
