@@ -257,7 +257,8 @@ def test_unfinished_run_is_refused(run):
 def test_import_is_light():
     code = (
         "import sys, rlhf_eval; heavy = {'torch', 'transformers', 'pydantic', 'matplotlib'};"
-        "checked = ['attack', 'attacks', 'capability', 'evaluation', 'gates', 'validation'];"  # they need pydantic
+        # These need pydantic.
+        "checked = ['attack', 'attacks', 'capability', 'evaluation', 'gates', 'validation'];"
         "assert not (heavy | {'numpy'}) & set(sys.modules); "
         "assert sorted(rlhf_eval.__all__) == rlhf_eval.__all__;"
         "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__ if name not in checked];"
