@@ -238,14 +238,14 @@ def refined(
     models: Models, policy: Path, critic: EngineCritic, keep: str, seed: int, records: Sequence[QARecord]
 ) -> Arm:
     """Draft, critique, rewrite; the best by the reward, or the last, until a critique finds no fault."""
-    rules = {"keep": "best"} if keep in REWARDS else {"keep": "last", "until": "verdict"}
+    until_accepted = RefinerRules(ROUNDS, until="verdict", keep="last", verdict=RIGHT.pattern)
     refiner = IterativeRefiner(
         models.engine(policy),
         models.tokenizer,
         params=models.params(seed),
         critic=critic,
         scorer=models.scorer(keep) if keep in REWARDS else None,
-        rules=RefinerRules(max_rounds=ROUNDS, verdict=RIGHT.pattern, **rules),  # type: ignore[arg-type]
+        rules=RefinerRules(ROUNDS) if keep in REWARDS else until_accepted,
         templates=TEMPLATES,
     )
     found = refiner.refine([models.stories.prompts.policy(record) for record in records])

@@ -73,7 +73,7 @@ def test_a_reward_and_one_row(built_llama_folder: Path, tmp_path: Path) -> None:
         ([{"prompt": "a"}], (), "--reward"),
         ([{"text": "some text"}], (), "no prompt to attack"),
         ([], (), "no rows"),
-        (ROWS, ("--transform", "rhymes"), "there is no transform rhymes"),
+        (ROWS, ("--transform", "rhymes"), "unknown transform rhymes"),
         (ROWS, ("--reward", "non_empty"), "--right-from"),
         (ROWS, ("--right-from", "1"), "--reward"),
         (

@@ -11,9 +11,13 @@ from ray_faults import started
 
 
 @pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
+def ray_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip('ray is missing: pip install "rlhf-algos[ray]"')
+
+
+@pytest.fixture(scope="session")
+def ray_here(ray_installed: None) -> Iterator[None]:
     from rlhf_algos.distributed.cluster import Cluster
     from rlhf_algos.distributed.config import DistributedConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -29,9 +28,6 @@ _SETTINGS: dict[str, Any] = {
 }
 _TWO = ("--set", "distributed={trainer_workers: 2, address: local, object_store_gb: 0.2}")
 _PATIENCE = 300
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
-)
 
 
 def test_every_method_can_be_trained_on_a_cluster():
@@ -110,7 +106,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[.
     return folder
 
 
-@needs_ray
+@pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
 @pytest.mark.proof  # the one below shows it too
 def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
@@ -119,7 +115,7 @@ def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
     _assert_same(tmp_path / "run", torchrun)
 
 
-@needs_ray
+@pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
 def test_a_killed_process_changes_nothing(torchrun: Path, tmp_path: Path):
     process = _started(tmp_path)

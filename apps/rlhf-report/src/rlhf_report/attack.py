@@ -19,7 +19,7 @@ from rlhf_eval.attacks import Rated, attack, attack_page, attack_sentence
 from rlhf_eval.attacks.attack import check_items, check_transforms
 from rlhf_eval.capability import SUITES, Item, read_suite
 from rlhf_eval.scoring import as_text, load_scorer
-from rlhf_report.options import new_run, progress
+from rlhf_report.options import check_policy, new_run, progress
 
 
 def run_attack(given: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def run_attack(given: Mapping[str, Any]) -> None:
     model = model_folder(given["model"])
     items, columns = _prompts(given["data"]) if given["reward"] else (_suite(given["data"]), {})
     check_items(items)
-    _check_model(model)
+    check_policy(model)
     rated = _rated(given["reward"], given["right_from"], columns) if given["reward"] else None
     path = Path(given["output_dir"]) if given["output_dir"] else None
     with new_run(path, "attack") as run:
@@ -105,12 +105,3 @@ def _rated(spec: str, least: float, columns: Mapping[str, Mapping[str, Any]]) ->
         return scorer(prompts, completions, columns=given).mean(0)
 
     return Rated(reward, least)
-
-
-def _check_model(model: str) -> None:
-    """Refuse what is no language model, before anything is loaded."""
-    from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
-
-    base = adapter_base(model) if is_adapter(model) else model
-    check_language_model(base)
-    check_weights(base)

@@ -35,6 +35,30 @@ def explained(run: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def check_policy(model: str) -> None:
+    """Refuse a folder without a language model or its weights, an adapter's base included, before loading it.
+
+    Raises:
+        UserError: it is not a language model, or weights are missing.
+    """
+    from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
+
+    base = adapter_base(model) if is_adapter(model) else model
+    check_language_model(base)
+    check_weights(base)
+
+
+def max_new_tokens_option(default: int, what: str) -> Any:
+    """The option `--max-new-tokens`."""
+    return click.option(
+        "--max-new-tokens",
+        default=default,
+        show_default=True,
+        type=click.IntRange(1),
+        help=f"Maximum length of {what}.",
+    )
+
+
 @contextmanager
 def new_run(path: Path | None, job: str) -> Iterator[RunFolder]:
     """A new run folder that no other process writes to; gone again if a mistake left it empty.

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained
+from rlhf_report.options import explained, max_new_tokens_option
 
 
 @click.command("attack")
@@ -24,13 +24,7 @@ from rlhf_report.options import explained
     "--reward", metavar="REWARD", help="Measures answers in place of the rows; as in rlhf-train --reward."
 )
 @click.option("--right-from", type=float, help="With --reward: the reward from which on an answer is right.")
-@click.option(
-    "--max-new-tokens",
-    default=64,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Maximum length of an answer.",
-)
+@max_new_tokens_option(64, "an answer")
 @click.option("--seed", default=0, show_default=True, type=int, help="Seed of the changes.")
 @click.option("--dtype", default="auto", show_default=True, help="Dtype of the model's weights.")
 @click.option("--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/attack-<time>]")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained
+from rlhf_report.options import explained, max_new_tokens_option
 
 
 @click.command("capability")
@@ -32,13 +32,7 @@ from rlhf_report.options import explained
     type=click.IntRange(2),
     help="Maximum number of items of a built-in suite.",
 )
-@click.option(
-    "--max-new-tokens",
-    default=64,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Maximum length of an answer.",
-)
+@max_new_tokens_option(64, "an answer")
 @click.option("--dtype", default="auto", show_default=True, help="Dtype of the model's weights.")
 @click.option(
     "--before", metavar="DIR", help="Report of the model before training, to test for regressions against."

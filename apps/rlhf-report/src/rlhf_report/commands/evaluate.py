@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import bad_row_option, explained
+from rlhf_report.options import bad_row_option, explained, max_new_tokens_option
 
 
 @click.command("evaluate")
@@ -49,13 +49,7 @@ from rlhf_report.options import bad_row_option, explained
 @click.option(
     "--samples", default=1, show_default=True, type=click.IntRange(1), help="Completions per prompt."
 )
-@click.option(
-    "--max-new-tokens",
-    default=256,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Maximum length of a completion.",
-)
+@max_new_tokens_option(256, "a completion")
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Seed of the sampling.")
 @click.option(

@@ -11,6 +11,7 @@ from rlhf_eval.answers import encodable, read_answers
 from rlhf_eval.evaluation import Written
 from rlhf_eval.scoring import as_text
 from rlhf_report.compare.table import key_of
+from rlhf_report.options import check_policy
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,7 @@ def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
             )
         if source.is_file:
             continue
-        from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
-
-        base = adapter_base(source.path) if is_adapter(source.path) else source.path
-        check_language_model(base)
-        check_weights(base)
+        check_policy(source.path)
 
 
 def fitting(

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 from rlhf_algos.distributed.config import (
@@ -32,7 +33,7 @@ _ENVIRONMENT = {
 }
 
 
-class Connection:
+class Connection(ABC):
     """A connection to a Ray cluster, with room for processes; subclasses say for which.
 
     A process that is connected already stays connected, and its cluster is used.
@@ -129,17 +130,17 @@ class Connection:
             "started a local Ray cluster%s", f", with its dashboard at {self.dashboard}" if page else ""
         )
 
+    @abstractmethod
     def bundles(self) -> list[dict[str, float]]:
         """What each process reserves."""
-        raise NotImplementedError
 
     def needed(self) -> list[dict[str, float]]:
         """Those of `bundles` without which nothing begins."""
         return self.bundles()
 
+    @abstractmethod
     def asked(self) -> tuple[str, str]:
         """The processes in words, and the setting that has their number."""
-        raise NotImplementedError
 
     def _reserve(self) -> None:
         """Wait until the cluster has room for the processes."""

@@ -58,9 +58,9 @@ class Ended:
         """Raise it."""
         if self.exit_code is None:
             raise UserError(self.message, code=self.code, **self.fields)
-        stop = KeyboardInterrupt()
-        stop.exit_code = self.exit_code  # type: ignore[attr-defined]
-        raise stop
+        from rlhf_algos.engine.events import TrainingStopped  # late: it loads torch
+
+        raise TrainingStopped(self.exit_code)
 
 
 def attempt(given: dict[str, Any]) -> None:

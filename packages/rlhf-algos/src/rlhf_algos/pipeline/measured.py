@@ -49,13 +49,6 @@ def scores_of(report: Path) -> Scores:
     Raises:
         UserError: it is none of these.
     """
-    if not report.exists():
-        raise UserError(
-            f"{report} does not exist; name the report of a stage of kind evaluate, capability or lm_eval, "
-            "or a file of ratings",
-            code="file_not_found",
-            path=str(report),
-        )
     if report.is_file():
         return Scores({RATING: _ratings(report)}, unpaired=(RATING,))
     run = RunFolder(report)
@@ -66,10 +59,11 @@ def scores_of(report: Path) -> Scores:
         return Scores(found, suites=tuple(found))
     completions = report / "completions" / "policy.jsonl"
     if not completions.is_file():
+        problem = "holds no evaluation" if report.exists() else "does not exist"
         raise UserError(
-            f"{report} holds no evaluation; name the report of a stage of kind evaluate or capability, or a "
+            f"{report} {problem}; name the report of a stage of kind evaluate, capability or lm_eval, or a "
             "file of ratings",
-            code="no_evaluation",
+            code="no_evaluation" if report.exists() else "file_not_found",
             path=str(report),
         )
     rows = RunFolder(completions.parent).read_lines(completions.name)

@@ -153,7 +153,7 @@ def check_transforms(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in TRANSFORMS:
             raise UserError(
-                f"there is no transform {name}; known are {', '.join(TRANSFORMS)}",
+                f"unknown transform {name}; expected one of {', '.join(TRANSFORMS)}",
                 code="unknown_transform",
                 transform=name,
             )
@@ -167,7 +167,7 @@ def check_items(items: Sequence[Item]) -> None:
         UserError: there is one, or no item at all.
     """
     if not items:
-        raise UserError("there are no prompts to attack", code="no_rows")
+        raise UserError("no prompts to attack; expected at least one row", code="no_rows")
     for item in items:
         if item.how == "likelihood":
             raise UserError(

@@ -49,7 +49,7 @@ def mcnemar(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def fisher_exact(first: ArrayLike, second: ArrayLike) -> float:
-    """One-sided p-value of Fisher's exact test that the first rate is no lower than the second one.
+    """One-sided p-value of Fisher's exact test, against the alternative that the first rate is the lower one.
 
     P(X ≤ k) for the k ones of the first sample, X hypergeometric: its n rows drawn from all n + m, of which
     as many are ones as were seen (Fisher 1935, "The logic of inductive inference"). No row is in both.
