@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,17 @@ def test_settings_of_stages_are_refused_before_anything_runs(
     pipeline = Pipeline(PipelineConfig.from_dict({"stages": {"data": DATA, "it": stage}}), tmp_path / "run")
     with raises_error(code):
         pipeline.run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_found_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = replace(KINDS["serve"], packages={"rlhf_nowhere": "rlhf-nowhere"})
+    monkeypatch.setitem(KINDS, "serve", serving)
+    stages = {"data": DATA, "it": {"kind": "serve", "config": {"model": "a", "prompts": "b"}}}
+    with raises_error("missing_package", package="rlhf_nowhere"):
+        Pipeline(PipelineConfig.from_dict({"stages": stages}), tmp_path / "run").run()
     assert not (tmp_path / "run").exists()
 
 

@@ -34,7 +34,7 @@ class ClusterConfig(BaseConfig):
     """Training processes on the cluster, which Ray Train starts as torchrun would; 0 trains in the process of
     the command."""
     min_trainer_workers: int | None = Field(default=None, ge=1)
-    """Train with as few processes while the cluster has no room for more; null waits for all of them."""
+    """Start and go on with this many processes where the cluster has no room for more; null waits for all."""
     cpus_per_trainer: int = Field(default=1, ge=1)
     """CPUs that a training process reserves, and threads that it computes with."""
     gpus_per_trainer: int = Field(default=0, ge=0, le=1)
@@ -141,10 +141,10 @@ def trainers(config: BaseConfig) -> ClusterConfig | None:
 
 
 def check_started(settings: BaseConfig) -> None:
-    """Refuse a single process that is to be one of several on a cluster.
+    """Refuse to train in one process what the settings have trained by several on a cluster.
 
     Raises:
-        UserError: it was.
+        UserError: this process is not one of them.
     """
     cluster = trainers(settings)
     if cluster is not None and "RANK" not in os.environ:  # Ray Train has it set, as torchrun does

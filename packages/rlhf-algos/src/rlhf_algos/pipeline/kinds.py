@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class StageKind:
         seed: the key of its seed.
         launchable: whether it can run in several processes.
         promoted: the output that takes a role; `candidate` is the gate's setting of that name.
+        packages: further packages that its process imports or starts, with what pip calls them.
     """
 
     command: Command
@@ -49,6 +51,7 @@ class StageKind:
     seed: str | None = None
     launchable: bool = False
     promoted: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
 
     def path_of(self, reference: Reference) -> str:
         """Where in a stage's folder an output is.
@@ -68,8 +71,15 @@ class StageKind:
         """Refuse settings that the command would refuse, as far as that is known without running it.
 
         Raises:
-            UserError: a key is missing or unknown, or a value is refused.
+            UserError: a key is missing or unknown, a value is refused, or a package is not installed.
         """
+        for package, name in self.packages.items():
+            if importlib.util.find_spec(package) is None:
+                raise UserError(
+                    f'{where}: {package} is not installed; run pip install "{name}"',
+                    code="missing_package",
+                    package=package,
+                )
         for key in self.required:
             if settings.get(key) in (None, "", [], {}):
                 raise UserError(
@@ -303,6 +313,7 @@ KINDS: dict[str, StageKind] = {
         required=("model", "tasks"),
         allowed=("model", "tasks", "metric", "dtype", *LM_EVAL_OPTIONS),
         done="report/results.json",
+        packages={"rlhf_report": "rlhf-report[harness]", "lm_eval": "rlhf-report[harness]"},
     ),
     "gate": StageKind(
         *(_step("gate"), {"verdict": "verdict.json"}, ("verdict.json",)),
@@ -315,6 +326,7 @@ KINDS: dict[str, StageKind] = {
         required=("model", "prompts"),
         allowed=_SERVE_KEYS,
         check=_check_serve,
+        packages={"rlhf_serve": "rlhf-serve"},
     ),
     "merge": StageKind(
         *(_merge, {"final": "model"}, ("model",)),

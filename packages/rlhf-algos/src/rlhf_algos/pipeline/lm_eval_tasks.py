@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -23,16 +22,8 @@ def lm_eval(folder: Path, settings: Mapping[str, Any]) -> None:
     """Run the tasks on our engine, and write a report like that of kind capability: a suite for each task.
 
     Raises:
-        UserError: lm-eval is not installed, has failed, or has not measured the metric.
+        UserError: lm-eval has failed, or has not measured the metric.
     """
-    for package in ("lm_eval", "rlhf_report"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"a stage of kind lm_eval needs {package}, which is not installed; run pip install "
-                '"rlhf-report[harness]"',
-                code="missing_package",
-                package=package,
-            )
     output = folder / "lm-eval"
     shutil.rmtree(output, ignore_errors=True)  # of a run that was killed
     if code := subprocess.run(_command(settings, output), check=False).returncode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -35,14 +34,8 @@ def serve(folder: Path, settings: Mapping[str, Any]) -> None:
     """Start `rlhf-serve` on a free port, ask it through OpenAI's API, and write prompts and answers.
 
     Raises:
-        UserError: the server is not installed, does not start, or does not answer.
+        UserError: the server does not start, or does not answer.
     """
-    if importlib.util.find_spec("rlhf_serve") is None:
-        raise UserError(
-            "a stage of kind serve runs rlhf-serve, which is not installed; pip install rlhf-serve",
-            code="missing_package",
-            package="rlhf-serve",
-        )
     prompts = _prompts(settings["prompts"], settings.get("rows", ROWS))
     how = {
         "max_tokens": settings.get("max_tokens", MAX_TOKENS),
