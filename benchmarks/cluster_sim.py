@@ -232,7 +232,7 @@ def run_workers(
     """Seconds of a run with real workers, forward passes of each batch, and seconds that each step took."""
     from rlhf_algos.distributed.config import DistributedConfig
     from rlhf_algos.distributed.controller import Controller
-    from rlhf_algos.distributed.worker import EngineSetup
+    from rlhf_algos.distributed.worker import EngineSetup, WorkerRole
     from rlhf_data import PromptExample
     from rlhf_infer import SamplingParams
     from rlhf_models import tiny_model, train_byte_tokenizer
@@ -244,7 +244,7 @@ def run_workers(
     controller = Controller(
         config,
         EngineSetup(1 << 18, 1),
-        tokenizer,
+        {"": WorkerRole(model, tokenizer)},
         eos_token_ids=[tokenizer.eos_token_id],
         prompts_per_batch=1,
     )

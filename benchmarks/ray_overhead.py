@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rlhf_algos import GRPOConfig, GRPOTrainer
 from rlhf_algos.distributed.cluster import Cluster
@@ -59,7 +60,7 @@ def measure_steps(steps: int, hidden_size: int) -> dict[str, Any]:
     controller = Controller(
         DistributedConfig(rollout_workers=1),
         EngineSetup(1 << 18, 1),
-        tokenizer,
+        {"": WorkerRole(nn.Identity(), tokenizer)},  # the trainer publishes its own model
         eos_token_ids=[tokenizer.eos_token_id],
         prompts_per_batch=_PROMPTS,
     )

@@ -39,11 +39,10 @@ def test_an_unknown_key_is_refused():
 @pytest.mark.parametrize(
     "other",
     [
-        {"fsdp": True},
         {"use_vllm": True, "vllm_mode": "server"},
         {"load_in_4bit": True, "use_peft": True, "model_name_or_path": "somewhere"},
     ],
-    ids=["fsdp", "server", "4bit"],
+    ids=["server", "4bit"],
 )
 def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
     METHODS["grpo"].resolve(other)
@@ -51,10 +50,11 @@ def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
         METHODS["grpo"].resolve(other | {"distributed": {}})
 
 
-def test_a_training_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_several_training_processes_have_no_reward_workers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    METHODS["grpo"].resolve({"distributed": {}, "fsdp": True})
     with pytest.raises(UserError, match="2 training processes"):
-        METHODS["grpo"].resolve({"distributed": {}, "per_device_train_batch_size": 8})
+        METHODS["grpo"].resolve({"distributed": {"reward_workers": 1}})
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -35,14 +35,14 @@ def controller() -> Iterator[Make]:
 
         def make(*, ledger: Path | None = None, max_batch_tokens: int = 1 << 18, **settings: Any) -> Any:
             from rlhf_algos.distributed.controller import Controller
-            from rlhf_algos.distributed.worker import EngineSetup
+            from rlhf_algos.distributed.worker import EngineSetup, WorkerRole
 
             events: list[tuple[str, dict[str, Any]]] = []
             config = DistributedConfig.from_dict({"group_timeout": 30, "start_timeout": 300} | settings)
             made: Any = Controller(
                 config,
                 EngineSetup(max_batch_tokens, torch.get_num_threads()),
-                TOKENIZER,
+                {"": WorkerRole(lm(), TOKENIZER)},
                 eos_token_ids=[int(TOKENIZER.eos_token_id)],  # pyright: ignore[reportArgumentType]
                 ledger=ledger,
                 tell=lambda event, facts: events.append((event, facts)),

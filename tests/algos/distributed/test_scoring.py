@@ -99,14 +99,14 @@ def pooled() -> Iterator[Make]:
         def make(*specs: str, ledger: Path | None = None, **settings: Any) -> dict[str, Any]:
             from rlhf_algos.distributed.controller import Controller
             from rlhf_algos.distributed.scoring import PooledRewards, RewardSetup
-            from rlhf_algos.distributed.worker import EngineSetup
+            from rlhf_algos.distributed.worker import EngineSetup, WorkerRole
 
             events: list[tuple[str, dict[str, Any]]] = []
             settings = {"group_timeout": 30, "start_timeout": 300, "reward_workers": 1} | settings
             engine: Any = Controller(
                 DistributedConfig.from_dict(settings),
                 EngineSetup(1 << 18, torch.get_num_threads()),
-                TOKENIZER,
+                {"": WorkerRole(lm(), TOKENIZER)},
                 eos_token_ids=[int(TOKENIZER.eos_token_id)],  # pyright: ignore[reportArgumentType]
                 ledger=ledger,
                 tell=lambda event, facts: events.append((event, facts)),

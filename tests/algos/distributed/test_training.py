@@ -26,7 +26,14 @@ _SETTINGS: dict[str, Any] = {
     "max_steps": 40,
     "save_steps": 8,
 }
-_TWO = ("--set", "distributed={trainer_workers: 2, address: local, object_store_gb: 0.2}")
+_SAMPLED: dict[str, Any] = {
+    "reward": "[choice]",
+    "num_generations": 4,
+    "prompts_per_batch": 1,
+    "max_steps": 12,
+    "save_steps": 4,
+}
+_TWO = "trainer_workers: 2, address: local, object_store_gb: 0.2"
 _PATIENCE = 300
 
 
@@ -40,7 +47,6 @@ def test_every_method_can_be_trained_on_a_cluster():
 @pytest.mark.parametrize(
     "section",
     [
-        {"trainer_workers": 2, "rollout_workers": 2},
         {"trainer_workers": 2, "reward_workers": 2},
         {"trainer_workers": 2, "min_trainer_workers": 3},
         {"rollout_workers": 0},
@@ -102,40 +108,60 @@ def in_thread() -> Callable[..., Any]:
 def torchrun(tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., str]) -> Path:
     """A run of two processes under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun") / "run"
-    run_processes(["-m", "rlhf_train", *_arguments(folder)])
+    run_processes(["-m", "rlhf_train", *_arguments("sft", folder)])
     return folder
 
 
 @pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
-@pytest.mark.proof  # the one below shows it too
+@pytest.mark.proof  # the last one shows it too
 def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
-    process = _started(tmp_path)
+    process = _started("sft", tmp_path)
     assert process.wait(_PATIENCE) == 0, _said(tmp_path)
     _assert_same(tmp_path / "run", torchrun)
 
 
 @pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
+@pytest.mark.proof  # the last one shows it too
 def test_a_killed_process_changes_nothing(torchrun: Path, tmp_path: Path):
-    process = _started(tmp_path)
-    _wait_for(tmp_path / "run" / "checkpoint-16")
-    os.kill(_trainers_of(process.pid)[-1], signal.SIGKILL)
-    assert process.wait(_PATIENCE) == 0, _said(tmp_path)
-    assert "a training process was lost" in _said(tmp_path)
+    process = _started("sft", tmp_path)
+    _kill_one(process, tmp_path, after=16)
     _assert_same(tmp_path / "run", torchrun)
-    assert not (tmp_path / "run" / ".trainers").exists()
 
 
-def _arguments(folder: Path) -> list[str]:
-    given = [word for key, value in _SETTINGS.items() for word in ("--set", f"{key}={value}")]
-    return ["sft", *given, "--output-dir", str(folder)]
+@pytest.mark.usefixtures("ray_installed")
+@pytest.mark.slow
+def test_with_rollout_workers_the_bytes_are_those_without(tmp_path: Path, run_processes: Callable[..., str]):
+    """The first process, which drives the workers, is killed."""
+    run_processes(["-m", "rlhf_train", *_arguments("grpo", tmp_path / "torchrun", **_SAMPLED)])
+    process = _started("grpo", tmp_path, workers=2, **_SAMPLED)
+    _kill_one(process, tmp_path, after=8)
+    _assert_same(tmp_path / "run", tmp_path / "torchrun")
 
 
-def _started(folder: Path) -> subprocess.Popen[bytes]:
+def _kill_one(process: subprocess.Popen[bytes], folder: Path, *, after: int) -> None:
+    """Kill a training process after a checkpoint, and wait for the end of the command."""
+    _wait_for(folder / "run" / f"checkpoint-{after}")
+    os.kill(_trainers_of(process.pid)[0], signal.SIGKILL)
+    assert process.wait(_PATIENCE) == 0, _said(folder)
+    assert "a training process was lost" in _said(folder)
+    assert not (folder / "run" / ".trainers").exists()
+
+
+def _arguments(method: str, folder: Path, **settings: Any) -> list[str]:
+    every = _SETTINGS | settings
+    given = [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
+    return [method, *given, "--output-dir", str(folder)]
+
+
+def _started(method: str, folder: Path, *, workers: int = 0, **settings: Any) -> subprocess.Popen[bytes]:
+    arguments = _arguments(method, folder / "run", **settings)
+    cluster = f"{_TWO}, rollout_workers: {workers}" if workers else _TWO
+    arguments += ["--set", f"distributed={{{cluster}}}"]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_train", *_arguments(folder / "run"), *_TWO],
+            [sys.executable, "-m", "rlhf_train", *arguments],
             stdout=log,
             stderr=log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -34,8 +34,9 @@ from rlhf_algos.configs.trainer import SelectionConfig as SelectionConfig
 from rlhf_algos.configs.trainer import TrainerConfig as TrainerConfig
 from rlhf_algos.distributed.config import ClusterConfig as ClusterConfig
 from rlhf_algos.distributed.config import DistributedConfig as DistributedConfig
+from rlhf_algos.distributed.config import check_not_quantised as check_not_quantised
+from rlhf_algos.distributed.config import check_one_trainer as check_one_trainer
 from rlhf_algos.distributed.config import check_reachable as check_reachable
-from rlhf_algos.distributed.config import check_trainer as check_trainer
 from rlhf_algos.distributed.config import require_ray as require_ray
 from rlhf_algos.distributed.config import samplers as samplers
 from rlhf_algos.distributed.config import told_to as told_to

@@ -84,6 +84,7 @@ from rlhf_models.loading.scratch import build_tokenizer as build_tokenizer
 from rlhf_models.loading.scratch import load_model_config as load_model_config
 from rlhf_models.loading.shards import ShardUnit as ShardUnit
 from rlhf_models.loading.shards import fill_deferred as fill_deferred
+from rlhf_models.loading.shards import forget_deferred as forget_deferred
 from rlhf_models.loading.shards import gathering as gathering
 from rlhf_models.loading.shards import is_deferred as is_deferred
 from rlhf_models.loading.shards import is_sharded as is_sharded

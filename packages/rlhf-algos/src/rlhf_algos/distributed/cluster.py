@@ -20,6 +20,8 @@ from rlhf_algos.distributed.config import (
 from rlhf_data import UserError
 
 _LOG = logging.getLogger(__name__)
+_ROOM = "rlhf-workers"
+"""Name of the room of workers that a command keeps for its training processes."""
 Kind = Literal["rollout", "reward"]
 """What workers do: sample completions, or score them."""
 _ENVIRONMENT = {
@@ -38,21 +40,26 @@ class Connection(ABC):
 
     A process that is connected already stays connected, and its cluster is used.
 
+    Args:
+        config: the settings.
+        name: of the room, for `Cluster` in a training process to find it.
+
     Attributes:
         local: whether the cluster was started here, and ends with this connection.
         dashboard: the address of Ray's dashboard, where it was started here with one.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, *, name: str = "") -> None:
         require_ray()
         check_reachable(config)
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        for key, value in _ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
         import ray
 
         self.settings, self.local = config, False
         self.dashboard: str | None = None
         self._group: Any = None
+        self._name, self._is_own = name, True
         self._leaving = False
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
@@ -71,7 +78,7 @@ class Connection(ABC):
         import ray
         from ray.util import remove_placement_group
 
-        if self._group is not None and ray.is_initialized():
+        if self._group is not None and self._is_own and ray.is_initialized():
             remove_placement_group(self._group)
         self._group = None
 
@@ -148,7 +155,7 @@ class Connection(ABC):
         from ray.util import placement_group
 
         config, bundles = self.settings, self.needed()
-        self._group = placement_group(bundles, strategy=config.placement)
+        self._group = placement_group(bundles, strategy=config.placement, name=self._name)
         if not self._group.wait(config.start_timeout):
             free = {
                 name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
@@ -164,11 +171,18 @@ class Connection(ABC):
 
 
 class Cluster(Connection):
-    """A connection with room for workers that sample and score."""
+    """A connection with room for workers that sample and score.
 
-    def __init__(self, config: DistributedConfig) -> None:
+    A training process on the cluster uses the room that its command keeps, so that it outlives the process.
+
+    Args:
+        config: the settings.
+        for_trainers: whether this is the command's.
+    """
+
+    def __init__(self, config: DistributedConfig, *, for_trainers: bool = False) -> None:
         self.config = config
-        super().__init__(config)
+        super().__init__(config, name=_ROOM if for_trainers else "")
 
     def workers(self, kind: Kind) -> int:
         """How many workers of a kind there are to be."""
@@ -179,7 +193,8 @@ class Cluster(Connection):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = number if kind == "rollout" else self.workers("rollout") + number
-        options: dict[str, Any] = {"num_cpus": self.config.cpus_per_worker, "num_gpus": self._gpus(kind)}
+        options: dict[str, Any] = {"num_cpus": self.config.cpus_per_worker}
+        options["num_gpus"] = _gpus(self.config, kind)
         if self.config.runtime_env:
             options["runtime_env"] = self.config.runtime_env
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
@@ -205,36 +220,53 @@ class Cluster(Connection):
 
     def bundles(self) -> list[dict[str, float]]:
         """What each worker reserves: those that sample, then those that score."""
-        bundles = [self._bundle("rollout")] * self.config.rollout_workers
-        return bundles + [self._bundle("reward")] * self.config.reward_workers
+        return _bundles(self.config)
 
     def asked(self) -> tuple[str, str]:
         """See `Connection.asked`."""
         config = self.config
-        words = f"{config.rollout_workers} workers of {self._bundle('rollout')} each"
+        words = f"{config.rollout_workers} workers of {_bundle(config, 'rollout')} each"
         if config.reward_workers:
-            words += f" and {config.reward_workers} reward workers of {self._bundle('reward')} each"
+            words += f" and {config.reward_workers} reward workers of {_bundle(config, 'reward')} each"
         return words, "rollout_workers"
 
-    def _gpus(self, kind: Kind) -> float:
-        return self.config.gpus_per_worker if kind == "rollout" else self.config.gpus_per_reward_worker
+    def _reserve(self) -> None:
+        if self._connected_here or "RANK" not in os.environ:
+            super()._reserve()
+            return
+        from ray.util import get_placement_group
 
-    def _bundle(self, kind: Kind) -> dict[str, float]:
-        """What a worker reserves."""
-        reserved = {"CPU": float(self.config.cpus_per_worker), "GPU": self._gpus(kind)}
-        return {name: count for name, count in reserved.items() if count}
+        self._group, self._is_own = get_placement_group(_ROOM), False
+
+
+def _bundles(config: DistributedConfig) -> list[dict[str, float]]:
+    bundles = [_bundle(config, "rollout")] * config.rollout_workers
+    return bundles + [_bundle(config, "reward")] * config.reward_workers
+
+
+def _bundle(config: DistributedConfig, kind: Kind) -> dict[str, float]:
+    """What a worker reserves."""
+    reserved = {"CPU": float(config.cpus_per_worker), "GPU": _gpus(config, kind)}
+    return {name: count for name, count in reserved.items() if count}
+
+
+def _gpus(config: DistributedConfig, kind: Kind) -> float:
+    return config.gpus_per_worker if kind == "rollout" else config.gpus_per_reward_worker
 
 
 class TrainerCluster(Connection):
     """A connection with room for training processes, which Ray Train takes after `release`."""
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each training process reserves."""
-        return [self.resources()] * self.settings.trainer_workers
+        """What each training process reserves, and each of their workers."""
+        settings = self.settings
+        workers = _bundles(settings) if isinstance(settings, DistributedConfig) else []
+        return [self.resources()] * settings.trainer_workers + workers
 
     def needed(self) -> list[dict[str, float]]:
-        """See `Connection.needed`."""
-        return self.bundles()[: self.settings.min_trainer_workers]
+        """What training processes need to begin; their workers' room is another one."""
+        settings = self.settings
+        return [self.resources()] * (settings.min_trainer_workers or settings.trainer_workers)
 
     def asked(self) -> tuple[str, str]:
         """See `Connection.asked`."""

@@ -77,8 +77,8 @@ class DistributedConfig(ClusterConfig):
     """Where completions are sampled, how far ahead of the trainer, and what happens when a worker is lost."""
 
     rollout_workers: int = Field(default=1, ge=0)
-    """Processes that sample completions; results do not depend on their number.  With `trainer_workers` the
-    training processes sample, and it is 0."""
+    """Processes that sample completions; results do not depend on their number.  0, the default with
+    `trainer_workers`, lets the training processes sample."""
     reward_workers: int = Field(default=0, ge=0)
     """Processes that score completions, each with reward functions, models and judges of its own; 0 scores
     in the trainer's process.  Results do not depend on their number."""
@@ -117,11 +117,10 @@ class DistributedConfig(ClusterConfig):
 
     @model_validator(mode="after")
     def _someone_samples(self) -> Self:
-        workers = self.rollout_workers + self.reward_workers
-        if self.trainer_workers and workers:
+        if self.trainer_workers and self.reward_workers:
             raise ValueError(
-                "trainer_workers is set together with rollout_workers or reward_workers, which serve one "
-                "training process; set trainer_workers or the other two"
+                "trainer_workers is set together with reward_workers, which serve one training process; "
+                "several score in these themselves: set reward_workers to 0"
             )
         if not (self.trainer_workers or self.rollout_workers):
             raise ValueError("rollout_workers and trainer_workers are 0; set one, or leave distributed out")
@@ -156,24 +155,33 @@ def check_started(settings: BaseConfig) -> None:
         )
 
 
-def check_trainer(settings: BaseConfig) -> None:
-    """Refuse a trainer whose weights workers cannot follow.
+def check_not_quantised(settings: BaseConfig) -> None:
+    """Refuse a model whose weights rollout workers cannot follow.
 
     Args:
-        settings: the section with its hardware and model settings.
+        settings: the section with its settings.
 
     Raises:
-        ValueError: it shards or quantises them, or is one of several processes.
+        ValueError: it is in 8 or 4 bits.
     """
-    for key in ("fsdp", "deepspeed", "load_in_8bit", "load_in_4bit"):
+    for key in ("load_in_8bit", "load_in_4bit"):
         if getattr(settings, key, False):
             raise ValueError(
-                f"{key} is set, which rollout workers cannot follow yet; leave it or distributed out"
+                f"{key} is set, and rollout workers cannot follow quantised weights; leave it or "
+                "distributed.rollout_workers out"
             )
+
+
+def check_one_trainer(what: str) -> None:
+    """Refuse several training processes for something that serves one.
+
+    Raises:
+        ValueError: there are several.
+    """
     if world_size() > 1:
         raise ValueError(
-            f"there are {world_size()} training processes, and rollout workers serve one; start the "
-            "training without torchrun, or leave distributed out"
+            f"there are {world_size()} training processes, and {what} serve one; start the training without "
+            "torchrun, or leave distributed out"
         )
 
 

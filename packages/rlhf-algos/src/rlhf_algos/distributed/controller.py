@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ class Controller:
     Args:
         config: the settings.
         setup: how workers make their engines.
-        tokenizer: of the model that is published without a role.
+        roles: models by name, for `sample_as`; the one that is published has none.
         eos_token_ids: the tokens that end a completion.
-        roles: models by name, for `sample_as`.
         prompts_per_batch: prompts that a worker samples together, and scores; None: one.
         ledger: the file of finished groups; None keeps none.
         tell: called with an event's name and what is known of it.
@@ -60,21 +60,19 @@ class Controller:
         self,
         config: DistributedConfig,
         setup: EngineSetup,
-        tokenizer: Any,
+        roles: Mapping[str, WorkerRole],
         *,
         eos_token_ids: list[int],
-        roles: Mapping[str, WorkerRole] | None = None,
         prompts_per_batch: int | None = None,
         ledger: Path | None = None,
         tell: Tell = lambda event, facts: None,
     ) -> None:
         self.config, self.eos_token_ids, self.max_staleness = config, eos_token_ids, config.max_staleness
         self.exact = config.max_staleness == 0 and setup.vllm is None
-        self._setup, self._tokenizer = setup, tokenizer
+        self._setup, self._roles = setup, dict(roles)
         self._rewards: RewardSetup | None = None
         self._facts: RewardFacts | None = None
         self.prompts_per_batch = prompts_per_batch or 1
-        self._roles = dict(roles or {})
         self._tell, self._losses = tell, Losses(config, tell)
         self._versions: dict[int, str] = {}
         self._steps: dict[int, list[Task]] = {}
@@ -130,7 +128,7 @@ class Controller:
 
     def publish(self, model: Any, version: int) -> None:
         """Make the model's trained weights the ones that are sampled from; `version` steps made them."""
-        self._roles[""] = WorkerRole(model, self._tokenizer)
+        self._roles[""] = replace(self._roles[""], model=model)
         self._versions[version] = self._publish([""])
 
     def update_weights(self, model: Any) -> None:

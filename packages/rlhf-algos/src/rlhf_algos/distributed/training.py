@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_algos.distributed.cluster import TrainerCluster
-from rlhf_algos.distributed.config import ClusterConfig
+from rlhf_algos.distributed.cluster import Cluster, TrainerCluster
+from rlhf_algos.distributed.config import ClusterConfig, DistributedConfig
 from rlhf_algos.distributed.trainer import BEGUN, PRINTED, SIGNAL, Ended, attempt
 from rlhf_algos.engine.signals import GracefulStop
 from rlhf_data import UserError, atomic_write_text
@@ -44,9 +44,12 @@ def run_trainers(config: ClusterConfig, run: Path, work: Callable[[bool], None])
     shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
     try:
         folder.mkdir(parents=True)
-        with contextlib.closing(TrainerCluster(config)) as cluster:
+        with contextlib.ExitStack() as stack:
+            cluster = stack.enter_context(contextlib.closing(TrainerCluster(config)))
             if cluster.local:
                 _check_python(sys.executable)
+            if isinstance(config, DistributedConfig) and config.rollout_workers:
+                stack.enter_context(contextlib.closing(Cluster(config, for_trainers=True)))
             cluster.release()
             _follow(_Fit(config, cluster.resources(), folder, work), folder)
     finally:

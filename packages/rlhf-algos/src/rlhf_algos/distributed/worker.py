@@ -8,12 +8,12 @@ import hashlib
 import os
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf_algos.distributed.ledger import GroupKey
 from rlhf_algos.distributed.pool import Failure
@@ -29,7 +29,7 @@ from rlhf_infer import (
     VLLMSettings,
     write_weight_folder,
 )
-from rlhf_models import AdapterSet
+from rlhf_models import AdapterSet, forget_deferred, whole_value
 
 _PULL = 60.0
 """Seconds that the weights actor may take to say where weights are."""
@@ -63,12 +63,14 @@ class WorkerRole:
         tokenizer: its tokenizer.
         adapter: the adapter that the role is; None is the model as it stands.
         trained: names of the parameters that change; None: all that require gradients.
+        frame: of a model that is sharded, a copy from before that, without values; see `frame_of`.
     """
 
     model: nn.Module
     tokenizer: Any
     adapter: str | None = None
     trained: frozenset[str] | None = None
+    frame: nn.Module | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that change, by name."""
@@ -217,11 +219,16 @@ class RolloutWorker:
 
 
 def trained_arrays(role: WorkerRole) -> Arrays:
-    """The bytes of a role's trained parameters, without a copy where they are on the CPU."""
+    """The bytes of a role's trained parameters, without a copy where they are on the CPU and whole."""
+    dtypes = {name: kept.dtype for name, kept in (role.frame or role.model).named_parameters()}
     return {
-        name: parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        name: _bytes_of(whole_value(parameter).to("cpu", dtypes[name]))
         for name, parameter in role.parameters().items()
     }
+
+
+def _bytes_of(values: Tensor) -> Any:
+    return values.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def digest_of(arrays: Arrays) -> str:
@@ -233,8 +240,22 @@ def digest_of(arrays: Arrays) -> str:
     return digest.hexdigest()
 
 
+def frame_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without values, deferred or not."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(bare, requires_grad=tensor.requires_grad) if is_parameter else bare
+    frame = copy.deepcopy(model, memo)
+    forget_deferred(frame)
+    return frame
+
+
 def skeleton(roles: Mapping[str, WorkerRole]) -> dict[str, WorkerRole]:
     """Roles without the values of their trained parameters; frozen ones are shared with them, on the CPU."""
+    if any(role.frame for role in roles.values()):
+        return {name: _filled(role) for name, role in roles.items()}
     changes = {id(parameter) for role in roles.values() for parameter in role.parameters().values()}
     memo: dict[int, Any] = {}
     for role in roles.values():
@@ -245,6 +266,24 @@ def skeleton(roles: Mapping[str, WorkerRole]) -> dict[str, WorkerRole]:
                 nn.Parameter(kept, requires_grad=tensor.requires_grad) if is_parameter else kept
             )
     return copy.deepcopy(dict(roles), memo)
+
+
+def _filled(role: WorkerRole) -> WorkerRole:
+    """A role whose model is the frame, with the values of what is not trained."""
+    assert role.frame is not None
+    trained = role.parameters()
+    for (name, parameter), (_, bare) in zip(_tensors(role.model), _tensors(role.frame), strict=True):
+        if name not in trained:
+            owner, _, attribute = name.rpartition(".")
+            value = whole_value(parameter).to("cpu", bare.dtype)
+            kept = nn.Parameter(value, requires_grad=False) if isinstance(bare, nn.Parameter) else value
+            setattr(role.frame.get_submodule(owner), attribute, kept)
+    return WorkerRole(role.frame, role.tokenizer, role.adapter, frozenset(trained))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def with_room(roles: Mapping[str, WorkerRole], device: torch.device) -> dict[str, WorkerRole]:

@@ -8,7 +8,13 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.distributed.config import ClusterConfig, DistributedConfig, check_trainer, samplers
+from rlhf_algos.distributed.config import (
+    ClusterConfig,
+    DistributedConfig,
+    check_not_quantised,
+    check_one_trainer,
+    samplers,
+)
 from rlhf_data import BaseConfig, LocalPath, ModelPath, Strings
 
 ModelKind = Literal["policy", "reward", "judge", "prm"]
@@ -247,7 +253,8 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
         return self
 
     def _check_distributed(self) -> None:
-        if samplers(self) is None:
+        workers = samplers(self)
+        if workers is None:
             return
         if self.use_vllm and self.vllm_mode == "server":
             raise ValueError(
@@ -256,7 +263,9 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
             )
         if self.speculation:  # a prompt may come to another worker in the next epoch
             raise ValueError("speculation does not go with rollout workers; leave out one of them")
-        check_trainer(self)
+        check_not_quantised(self)
+        if workers.reward_workers:
+            check_one_trainer("reward workers")
 
 
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {

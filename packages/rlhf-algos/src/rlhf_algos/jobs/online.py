@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_algos.jobs.config import AdapterConfig, JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
+from rlhf_algos.parallel.deepspeed_file import shards_weights
 from rlhf_algos.parallel.precision import HALF, choose_precision
 from rlhf_algos.process_group import broadcast, is_main_process, world_size
 from rlhf_data import RunFolder, UserError, atomic_write_json, model_folder
@@ -117,7 +119,8 @@ def worker_parts(
     from rlhf_algos.distributed.controller import Controller
     from rlhf_algos.distributed.ledger import FILE
     from rlhf_algos.distributed.scoring import PooledRewards, RewardSetup
-    from rlhf_algos.distributed.worker import EngineSetup
+    from rlhf_algos.distributed.shared import SharedController
+    from rlhf_algos.distributed.worker import EngineSetup, WorkerRole, frame_of
 
     assert config.distributed is not None
     half = HALF.get(choose_precision(config, model.device, model.dtype)[0])
@@ -130,15 +133,17 @@ def worker_parts(
     )
     specs = tuple(map(RewardFunctionFactory.with_absolute_paths, config.reward))
     scoring = RewardSetup(specs, config.reward_weights, copy.deepcopy(tokenizer), torch.get_num_threads())
-    engine = Controller(
+    make = partial(
+        Controller,
         config.distributed,
         setup,
-        tokenizer,
+        {"": WorkerRole(model, tokenizer, frame=frame_of(model) if shards_weights(config) else None)},
         eos_token_ids=TransformersEngine(model, tokenizer).eos_token_ids,
         prompts_per_batch=config.prompts_per_batch,
         ledger=run.path / FILE,
         tell=told_to(run),
     )
+    engine: Any = make() if world_size() == 1 else SharedController(make)
     try:
         return {"engine": engine, "rewards": rewards or PooledRewards(engine, scoring)}
     except BaseException:

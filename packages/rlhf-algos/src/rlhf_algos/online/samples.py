@@ -10,6 +10,7 @@ import torch
 
 from rlhf_algos.engine.start_distance import MAX_TOKENS
 from rlhf_algos.online.rollouts import Completion, StepTable
+from rlhf_algos.parallel.lockstep import generate_together
 from rlhf_algos.tracking.debug import prompt_text
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_infer import SamplingParams, TransformersEngine
@@ -60,10 +61,13 @@ def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSeque
     prompts = [each.prompt_ids for each in islice(trainer.eval_examples, count)]
     config = trainer.config
     params = SamplingParams(min(MAX_TOKENS, config.max_completion_length), 1.0, seed)
-    if trainer.parallel.shards_weights and isinstance(trainer.engine, TransformersEngine):
-        groups = trainer.generate(prompts, 1, params)
+    engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)
+    if trainer.parallel.shards_weights:
+        call: Any = trainer.scorer.call
+        groups = generate_together(
+            trainer.parallel, engine, call, lambda: engine.generate(prompts, 1, params)
+        )
     else:
-        engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)
         groups = engine.generate(prompts, 1, params)
     drawn = [rollout for (rollout,) in groups]
     return [TokenSequence((*each.prompt_ids, *each.completion_ids), len(each.prompt_ids)) for each in drawn]

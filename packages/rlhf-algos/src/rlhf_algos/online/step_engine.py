@@ -120,7 +120,7 @@ def sync_weights(trainer: Any) -> None:
     if isinstance(engine, TransformersEngine):
         return  # it samples from the policy itself
     if isinstance(engine, StepEngine):
-        engine.publish(trainer.model, trainer.step)
+        _publish(trainer)
         return
     with parallel.gathering(trainer.model) as sends:
         if sends:
@@ -132,11 +132,20 @@ def sync_weights(trainer: Any) -> None:
             follow(name)
 
 
+def _publish(trainer: Any) -> None:
+    """Let a `StepEngine` have the trainer's weights; every process must call it."""
+    with trainer.parallel.gathering(trainer.model) as sends:
+        if sends:
+            trainer.engine.publish(trainer.model, trainer.step)
+
+
 def in_batches(
     engine: GenerationEngine, prompts: Sequence[Any], n: int, params: SamplingParams, size: int | None
 ) -> list[list[Rollout]]:
     """`n` completions of each prompt, of which at most `size` are sampled together; None: all."""
-    if isinstance(engine, StepEngine) or not size:  # the former makes batches of its own
+    if isinstance(engine, StepEngine):  # it makes batches of its own, perhaps of all processes' prompts
+        return engine.generate(prompts, n, params)
+    if not size:
         return engine.generate(prompts, n, params) if prompts else []
     batches = (prompts[at : at + size] for at in range(0, len(prompts), size))
     return [group for batch in batches for group in engine.generate(batch, n, params)]
@@ -170,7 +179,7 @@ def step_rollouts(
     engine, config = trainer.engine, trainer.config
     if not isinstance(engine, StepEngine):
         return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step)), None
-    engine.publish(trainer.model, trainer.step)
+    _publish(trainer)
     last = min(trainer.step + engine.max_staleness, trainer.total_steps - 1)
     for step in range(trainer.step, last + 1):
         asked = prompts if step == trainer.step else _prompts_of(trainer, step)

@@ -37,9 +37,8 @@ class GameWorkers:
         self._controller = Controller(
             config.distributed,
             EngineSetup(config.training.max_kv_tokens, torch.get_num_threads()),
-            None,
+            {name: _role(player) for name, player in named.items() if player is not None},
             eos_token_ids=[],
-            roles={name: _role(player) for name, player in named.items() if player is not None},
             prompts_per_batch=config.training.prompts_per_batch,
             tell=told_to(run),
         )

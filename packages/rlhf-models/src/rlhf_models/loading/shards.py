@@ -141,6 +141,13 @@ def is_deferred(model: nn.Module) -> bool:
     return any(hasattr(module, _DEFERRED) for module in model.modules())
 
 
+def forget_deferred(model: nn.Module) -> None:
+    """Let a model without values stay one."""
+    for module in model.modules():
+        if hasattr(module, _DEFERRED):
+            delattr(module, _DEFERRED)
+
+
 @contextlib.contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """Within this context deferred parameters are on the CPU, without memory, for code that moves to them.
