@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ def test_a_job_holds_what_its_file_needs(tmp_path: Path) -> None:
         found[name] = [row["ewc_distance"] for row in run.read_metrics()]
         assert all(row["ewc_loss"] >= 0 for row in run.read_metrics()) and found[name][0] == 0
     assert found["ewc"][1:] != found["l2_sp"][1:]
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_the_weights_hold_what_one_does(
+    run_processes: Callable[..., str], tmp_path: Path
+) -> None:
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text('{"prompt": "where is ball ?", "completion": " it is hall ."}\n' * 3)
+    settings = {"story_rows": 16, "story_eval_rows": 4, "max_steps": 3, "stage_samples": 0}
+    settings |= {"ewc_strength": 100.0, "ewc_data": earlier}
+    found = {}
+    for processes, more in ((1, {}), (2, {"fsdp": "true"})):
+        rows = {"per_device_train_batch_size": 4 // processes}
+        given = [
+            word for key, value in (settings | rows | more).items() for word in ("--set", f"{key}={value}")
+        ]
+        run = tmp_path / str(processes)
+        run_processes(["-m", "rlhf_train", "sft", *given, "--output-dir", run], processes=processes)
+        found[processes] = RunFolder(run).read_metrics()
+    for one, two in zip(found[1], found[2], strict=True):
+        for key in ("loss", "ewc_loss", "ewc_distance", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+    assert found[1][-1]["ewc_loss"] > 0
+
+
+def test_adapters_of_sharded_weights_are_refused() -> None:
+    adapted = apply_lora(model(), LoraSettings(lora_r=2))
+    with raises_error("unsupported_key", key="ewc_strength"):
+        ElasticWeightConsolidation(adapted, strength=1.0, scorer=torch.nn.Identity())
 
 
 def test_a_file_needs_a_strength() -> None:

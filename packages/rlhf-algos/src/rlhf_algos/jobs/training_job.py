@@ -272,13 +272,15 @@ def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | N
     strength = getattr(config, "ewc_strength", 0.0)  # of methods that train a policy offline
     if not strength:
         return
-    if trainer.parallel.sharded:
+    if trainer.parallel.deepspeed:
         raise UserError(
-            "ewc_strength needs a model that is not sharded; leave it out, or fsdp and deepspeed",
+            "ewc_strength adds to gradients, which DeepSpeed keeps to itself; take fsdp in place of "
+            "deepspeed, or leave ewc_strength out",
             code="unsupported_key",
             key="ewc_strength",
         )
-    held = ElasticWeightConsolidation(trainer.model, strength=strength)
+    scorer = trainer.scorer if trainer.parallel.fsdp else None
+    held = ElasticWeightConsolidation(trainer.model, strength=strength, scorer=scorer)
     if config.ewc_data is not None:
         sft = METHODS["sft"]
         given = {"train_data": config.ewc_data, "subset_size": config.ewc_rows, "eval_fraction": 0}

@@ -54,13 +54,6 @@ class CapabilityGuard:
                 "capability_steps needs a run folder for checkpoints, and a tokenizer; give the trainer both",
                 code="missing_run_folder",
             )
-        if trainer.parallel.sharded:
-            raise UserError(
-                "capability_steps needs a model that is not sharded; measure a sharded one after training, "
-                "with a capability stage of a pipeline",
-                code="unsupported_key",
-                key="capability_steps",
-            )
         self._trainer, self._config = trainer, config
         looks = math.ceil(trainer.total_steps / (config.capability_steps or 1))
         self._tester = CapabilityTester(
@@ -158,12 +151,17 @@ class CapabilityGuard:
         self._trainer.checkpoints.pinned = state["tested"] if state else None
 
     def _measure(self) -> CapabilityReport:
-        """What the model can do now; the first process measures it for all."""
+        """What the model can do now; the first process measures it for all.
+
+        Where weights are sharded all do, for every forward pass gathers layers from all of them.
+        """
         trainer, rows = self._trainer, None
-        if trainer.parallel.is_main:
+        if trainer.parallel.is_main or trainer.parallel.shards_weights:
             devices = [trainer.device] if trainer.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                rows = self._tester.run(_Policy(trainer.model, trainer.tokenizer)).items
+                rows = trainer.scorer.call(
+                    lambda: self._tester.run(_Policy(trainer.model, trainer.tokenizer)).items
+                )
         return CapabilityReport(tuple(broadcast(rows)))
 
     def _events(self) -> list[dict[str, Any]]:

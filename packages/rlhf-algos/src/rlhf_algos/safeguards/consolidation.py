@@ -10,7 +10,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from rlhf_algos.parallel.sharding import reshard
+from rlhf_algos.process_group import all_reduce
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import evaluating, token_distributions, token_logps
 
@@ -44,19 +47,30 @@ class ElasticWeightConsolidation:
     Of a model with LoRA adapters the anchor is the model without them, and what is penalised is the update of
     each adapted matrix, scale · B A, by the importance of that matrix.
 
+    Of a model that FSDP shards each process holds importances and anchors of its part; every process must
+    make every call, with the same rows.
+
     Args:
-        model: a transformers causal LM, or a PeftModel around one, at its start; not sharded.
+        model: a transformers causal LM, or a PeftModel around one, at its start.
         strength: λ.
         decay: γ, what remains of the importance of earlier tasks when `estimate` is called again for a
             further one, whose start becomes the anchor (Schwarz et al. 2018, arXiv:1805.06370, section 4).
+        scorer: of a sharded model the module that scores with it, such as a trainer's.
 
     Raises:
-        UserError: nothing of the model is trained.
+        UserError: nothing of the model is trained, or it has adapters and is sharded.
     """
 
-    def __init__(self, model: Any, *, strength: float, decay: float = 1.0) -> None:
+    def __init__(self, model: Any, *, strength: float, decay: float = 1.0, scorer: Any = None) -> None:
         self.model, self.strength, self.decay = model, strength, decay
-        self._adapted = hasattr(model, "peft_config")
+        self._adapted, self._scorer = hasattr(model, "peft_config"), scorer
+        if self._adapted and scorer is not None:
+            raise UserError(
+                "weights of a sharded model with adapters cannot be held; leave out ewc_strength, fsdp or "
+                "use_peft",
+                code="unsupported_key",
+                key="ewc_strength",
+            )
         self.importance: dict[str, Tensor] = {}
         self.anchors: dict[str, Tensor] = {}
         self._anchor()
@@ -85,22 +99,22 @@ class ElasticWeightConsolidation:
         weights, device = self._weights(), next(self.model.parameters()).device
         trained = {name: weight.requires_grad for name, weight in weights.items()}
         generator = torch.Generator().manual_seed(seed)
-        sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        sums = {name: torch.zeros_like(_own(weight)) for name, weight in weights.items()}
         try:
             for weight in weights.values():
                 weight.requires_grad_(True)
             with evaluating(self.model), torch.enable_grad():
                 for row in rows:
                     logp = self._logp(row, fisher, generator, device)
-                    grads = torch.autograd.grad(logp, list(weights.values()), allow_unused=True)
-                    for name, grad in zip(weights, grads, strict=True):
+                    for name, grad in zip(weights, self._gradients(logp, weights), strict=True):
                         if grad is not None:
-                            sums[name] += grad.square()
+                            sums[name] += _own(grad).square()
         finally:
             for name, weight in weights.items():
                 weight.requires_grad_(trained[name])
-        total, count = sum(float(each.sum()) for each in sums.values()), sum(map(torch.numel, sums.values()))
-        scale = count / total if total > 0 else 0.0
+        total = self._over_processes(torch.stack([each.sum() for each in sums.values()]).sum())
+        count = sum(weight.numel() for weight in weights.values())
+        scale = count / float(total) if total > 0 else 0.0
         for name, found in sums.items():
             self.importance[name] = self.decay * self.importance.get(name, 0.0) + found * scale
         self._anchor()
@@ -128,7 +142,8 @@ class ElasticWeightConsolidation:
             (penalty * scale).backward()
         with torch.no_grad():
             squares = [(value - self.anchors[name]).square().sum() for name, value in self._held()]
-        return {"ewc_loss": float(penalty.detach()), "ewc_distance": float(torch.stack(squares).sum().sqrt())}
+        sums = self._over_processes(torch.stack([penalty.detach(), torch.stack(squares).sum()]))
+        return {"ewc_loss": float(sums[0]), "ewc_distance": float(sums[1].sqrt())}
 
     def save(self, path: str | Path) -> None:
         """Write importances and anchors into one safetensors file."""
@@ -157,14 +172,35 @@ class ElasticWeightConsolidation:
         (batch,) = pack([row])
         batch = batch.to(device)
         if fisher == "true":
-            likely = token_distributions(self.model, batch).distributions
+            with torch.no_grad():
+                found = (
+                    self._scorer(batch, distributions=True)
+                    if self._scorer
+                    else token_distributions(self.model, batch)
+                )
+            likely = found.distributions
             assert likely is not None
             drawn = torch.multinomial(likely.exp().cpu(), 1, generator=generator)[:, 0]
             batch = replace(batch, score_targets=drawn.to(device))
-        return token_logps(self.model, batch).logps.sum()
+        scores = self._scorer(batch) if self._scorer else token_logps(self.model, batch)
+        return scores.logps.sum()
+
+    def _gradients(self, logp: Tensor, weights: dict[str, nn.Parameter]) -> list[Tensor | None]:
+        if self._scorer is None:
+            return list(torch.autograd.grad(logp, list(weights.values()), allow_unused=True))
+        logp.backward()  # the mean over all processes, which have the same row
+        found = [weight.grad for weight in weights.values()]
+        for weight in weights.values():
+            weight.grad = None
+        return found
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        return sums if self._scorer is None else all_reduce(sums)
 
     def _weights(self) -> dict[str, nn.Parameter]:
         """The weights whose importance counts: those that are trained, or that adapters change."""
+        if self._scorer is not None:
+            reshard(self._scorer)
         if self._adapted:
             return {name: layer.base_layer.weight for name, layer in self._layers()}
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
@@ -172,7 +208,8 @@ class ElasticWeightConsolidation:
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """What is held, with gradient: trained weights, or the updates of adapted matrices."""
         if not self._adapted:
-            yield from self._weights().items()
+            for name, weight in self._weights().items():
+                yield name, _own(weight)
             return
         for name, layer in self._layers():
             update: Callable[[str], Tensor] = layer.get_delta_weight
@@ -187,7 +224,12 @@ class ElasticWeightConsolidation:
 
     def _anchor(self) -> None:
         zero = torch.zeros_like if self._adapted else torch.clone
-        self.anchors = {name: zero(weight.detach()) for name, weight in self._weights().items()}
+        self.anchors = {name: zero(_own(weight).detach()) for name, weight in self._weights().items()}
 
     def _importance_of(self, name: str, value: Tensor) -> Tensor:
         return self.importance[name] if name in self.importance else torch.ones_like(value)
+
+
+def _own(weight: Tensor) -> Tensor:
+    """This process's part of a weight, with gradient: all of it where it is not sharded."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
