@@ -15,8 +15,9 @@ import pytest
 
 from files import metrics_of
 from raises import raises_error
-from rlhf_algos import METHODS, TrainingJob
+from rlhf_algos import METHODS, RLHFConfig, TrainingJob
 from rlhf_algos.engine.signals import GracefulStop, pass_signal_on
+from rlhf_algos.jobs.rlhf_config import STAGES
 from rlhf_data import RunFolder
 
 _SETTINGS: dict[str, Any] = {
@@ -49,13 +50,33 @@ def test_every_method_can_be_trained_on_a_cluster():
     [
         {"trainer_workers": 2, "reward_workers": 2},
         {"trainer_workers": 2, "min_trainer_workers": 3},
-        {"rollout_workers": 0},
         {"gpus_per_trainer": 1},
     ],
 )
 def test_what_does_not_go_together_is_refused(section: dict[str, Any]):
     with raises_error("invalid_value", key="distributed"):
         METHODS["grpo"].resolve({"distributed": section})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distributed": {"trainer_workers": 2, "min_trainer_workers": 1}},
+        {"distributed": {"trainer_workers": 2}, "ppo": {"distributed": {"rollout_workers": 2}}},
+    ],
+    ids=["min_trainer_workers", "both"],
+)
+def test_all_stages_of_rlhf_have_the_same_processes(settings: dict[str, Any]):
+    with raises_error("invalid_value"):
+        RLHFConfig.from_dict(settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "section"), [("sft", {"dashboard": True}), ("grpo", {"rollout_workers": 0})]
+)
+def test_a_section_without_any_process_is_refused(method: str, section: dict[str, Any]):
+    with raises_error("invalid_value", key="distributed"):
+        METHODS[method].resolve({"distributed": section})
 
 
 def test_rollout_workers_are_for_methods_that_sample():
@@ -138,6 +159,29 @@ def test_with_rollout_workers_the_bytes_are_those_without(tmp_path: Path, run_pr
     process = _started("grpo", tmp_path, workers=2, **_SAMPLED)
     _kill_one(process, tmp_path, after=8)
     _assert_same(tmp_path / "run", tmp_path / "torchrun")
+
+
+@pytest.mark.usefixtures("ray_installed")
+@pytest.mark.slow
+@pytest.mark.proof  # the stages are those of the tests above, started as one
+def test_the_stages_of_rlhf_are_those_of_torchrun(tmp_path: Path, run_processes: Callable[..., str]):
+    given = [f"{stage}.{key}=4" for stage in STAGES for key in ("max_steps", "per_device_train_batch_size")]
+    words = ["rlhf", *(word for each in given for word in ("--set", each))]
+    data, folders = tmp_path / "data", [tmp_path / "torchrun", tmp_path / "ray"]
+    first = [*words, "--create-dummy-data", str(data), "--output-dir", str(folders[0])]
+    run_processes(["-m", "rlhf_train", *first])
+    second = [
+        *words,
+        "--data",
+        str(data),
+        "--set",
+        f"distributed={{{_TWO}}}",
+        "--output-dir",
+        str(folders[1]),
+    ]
+    run_processes(["-m", "rlhf_train", *second], processes=1)
+    for stage in STAGES:
+        _assert_same(folders[1] / stage, folders[0] / stage)
 
 
 def _kill_one(process: subprocess.Popen[bytes], folder: Path, *, after: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.options import settings_source
 from rlhf_train.runs import resumable, resumed_run, run_of_all
+from rlhf_train.trainers import train_on_cluster
 
 if TYPE_CHECKING:
     from rlhf_algos import RLHFConfig
@@ -49,19 +52,14 @@ def run_rlhf(options: dict[str, Any]) -> None:
         where = str(run.path / "config.json")
         values = of_method(_JOB, run.read_config(), where)
         config = RLHFConfig.from_dict(values, where=where)
-        _check(config, run)
-        _work(config, run, options, SettingsSource(where))
+        _begin(config, run, options, SettingsSource(where))
         return
     if options["create_dummy_data"] is not None:
         options = {**options, "data": _dummy_data(options)}
     source = settings_source(_JOB, options, _keys_of())
     config = resolve_config(options, source)
     with run_of_all(options, _JOB) as run:
-        _check(config, run)
-        if options["dry_run"]:
-            _plan(config, run, source)
-        else:
-            _work(config, run, options, source)
+        _begin(config, run, options, source)
 
 
 def _dummy_data(options: dict[str, Any]) -> str:
@@ -154,6 +152,33 @@ def _keys_of() -> dict[str, tuple[str, ...]]:
     return {name: (key,) for name, key in _KEY_OF_OPTION.items()} | of_stages
 
 
+def _begin(config: RLHFConfig, run: RunFolder, options: dict[str, Any], source: SettingsSource) -> None:
+    """Plan, or run the stages in this process or in training processes on a cluster."""
+    from rlhf_algos import trainers
+
+    cluster = trainers(config)
+    if cluster is None or options["dry_run"]:
+        _check(config, run)
+        if options["dry_run"]:
+            _plan(config, run, source)
+        else:
+            _work(config, run, options, source)
+        return
+    work = partial(_in_trainer, config.to_dict(), str(run.path.resolve()), options, source)
+    train_on_cluster(cluster, config, run, work, job=_JOB, trains=not options["eval_only"])
+
+
+def _in_trainer(
+    values: dict[str, Any], folder: str, options: dict[str, Any], source: SettingsSource, again: bool
+) -> None:
+    """Run the stages in a training process on a cluster; `again` or not, those that began go on."""
+    from rlhf_algos import RLHFConfig
+
+    config, run = RLHFConfig.from_dict(values), RunFolder(folder)
+    _check(config, run)
+    _work(config, run, options, source, alone=True)
+
+
 def _check(config: RLHFConfig, run: RunFolder) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
@@ -177,14 +202,23 @@ def _plan(config: RLHFConfig, run: RunFolder, source: SettingsSource) -> None:
             display.show_plan({**plan, "rows": rows})
 
 
-def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any], source: SettingsSource) -> None:
+def _work(
+    config: RLHFConfig,
+    run: RunFolder,
+    options: dict[str, Any],
+    source: SettingsSource,
+    *,
+    alone: bool = False,
+) -> None:
+    """Run or evaluate the stages; `alone` where someone else locks the folder and says how to continue."""
     from rlhf_algos import RLHFTrainer
     from rlhf_train.commands.rlhf_story import rows_for, story_stages
     from rlhf_train.display.training import TrainingDisplay
 
     shown = ("loss", "reward", "accuracy", "objective/kl")
     display = TrainingDisplay(shown, quiet=not is_main_process())
-    with display, resumable(run, _JOB, trains=not options["eval_only"]), rows_for(run):
+    lock = nullcontext() if alone else resumable(run, _JOB, trains=not options["eval_only"])
+    with display, lock, rows_for(run):
         if config.embedded:
             config = story_stages(config, run, display, source)
         job = RLHFTrainer(

@@ -64,6 +64,12 @@ class ClusterConfig(BaseConfig):
             raise ValueError("gpus_per_trainer is set without trainer_workers; set these too")
         return self
 
+    @model_validator(mode="after")
+    def _someone_works(self) -> Self:
+        if not self.trainer_workers:
+            raise ValueError("trainer_workers is 0; set it, or leave distributed out")
+        return self
+
     @field_validator("address")
     @classmethod
     def _is_an_address(cls, address: str) -> str:
@@ -116,7 +122,7 @@ class DistributedConfig(ClusterConfig):
         return self
 
     @model_validator(mode="after")
-    def _someone_samples(self) -> Self:
+    def _someone_works(self) -> Self:
         if self.trainer_workers and self.reward_workers:
             raise ValueError(
                 "trainer_workers is set together with reward_workers, which serve one training process; "

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from rlhf_algos.distributed.config import ClusterConfig, trainers
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_data import BaseConfig, LocalPath, UserError
 
@@ -37,6 +38,8 @@ class RLHFConfig(BaseConfig):
     """Stages to run, in this order."""
     seed: int = Field(default=0, ge=0)
     """Seed of every stage."""
+    distributed: ClusterConfig | None = None
+    """Training processes on a Ray cluster, in which all stages run; null trains in this process."""
     sft: dict[str, Any] = Field(default_factory=dict)
     """Settings of supervised fine-tuning, as `rlhf-train sft` takes them."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -60,6 +63,23 @@ class RLHFConfig(BaseConfig):
         rewarded = "reward" in self.stages or self.reward_model or self.ppo.get("reward")
         if "ppo" in self.stages and not rewarded and not self.embedded:
             raise ValueError("stages has ppo without reward, so the stage ppo needs a reward_model; name one")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_one_cluster(self) -> RLHFConfig:
+        cluster = trainers(self)
+        if cluster is None:
+            return self
+        if cluster.min_trainer_workers is not None:
+            raise ValueError(
+                "distributed.min_trainer_workers is set, but the stages of rlhf need all training processes; "
+                "leave it out, or make the stages those of a pipeline"
+            )
+        if own := next((stage for stage in STAGES if getattr(self, stage).get("distributed")), None):
+            raise ValueError(
+                f"distributed and {own}.distributed are set; leave out one of them, or make the stages "
+                "those of a pipeline"
+            )
         return self
 
     @property
