@@ -1,11 +1,14 @@
 """How well flaws that were planted in people's answers are found, and how often clean answers are flagged.
 
-    uv run benchmarks/validator_flaws.py ../shared/data/hh-rlhf/harmless-base-1500.jsonl.gz --model MODEL
+    uv run benchmarks/validator_flaws.py ../shared/data/hh-rlhf/harmless-base-1500.jsonl.gz --model MODEL \
+        --ordered benchmarks/stories_in_order.txt
 
 Answers are the preferred ones of the pairs. Half of them set the thresholds of the reference model; in the
 other half flaws are planted, as many of each kind as `--rows`. Prints a JSON line: the AUROC of each measure
 for its flaw against the same answers without it, and the share of answers as they are with a flaw; those
-that only end in the middle of a sentence, which HH-RLHF has really, are counted apart.
+that only end in the middle of a sentence, which HH-RLHF has really, are counted apart.  With `--ordered` also
+how well another order is found in the texts of a file, one on each line, such as those whose kind the model
+has learned.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from rlhf_eval.stats import proportion_interval
 from rlhf_eval.validation import AdversarialValidator, ReferenceScorer
 from rlhf_eval.validation.flaws import sentences
 
+_ORDERS = 5
 _FOREIGN = (
     "Das ist eine gute Frage, und die Antwort ist nicht ganz so einfach wie man denkt.",
     "Je ne suis pas sûr que ce soit une bonne idée, mais il y a des gens qui le font.",
@@ -38,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data")
     parser.add_argument("--model", help="reference model; without it likelihood and order are left out")
+    parser.add_argument("--ordered", type=Path, help="texts, one on each line; needs a model")
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -77,7 +83,20 @@ def main() -> None:
         kept, labels = map(list, zip(*known, strict=True))
         found["auroc"][name] = {"rows": len(known) - sum(labels), "auroc": round(auroc(kept, labels), 3)}
         found["auroc"][name]["flagged"] = round(float(np.mean([bool(each.flaws) for each in after])), 3)
+    if options.ordered:
+        texts = options.ordered.read_text(encoding="utf-8").splitlines()
+        found["auroc"]["order"] = _order_found(_reference(options.model), texts, rng)
     print(json.dumps(found))
+
+
+def _order_found(reference: Any, texts: list[str], rng: random.Random) -> dict[str, Any]:
+    """How well texts are told from themselves with sentences in other orders, five of each."""
+    others = [_shuffled("", text, rng) for text in texts for _ in range(_ORDERS)]
+    others = [other for other in others if other not in texts]
+    both = [*texts, *others]
+    scores = reference.coherence([""] * len(both), both)
+    labels = [False] * len(texts) + [True] * len(others)
+    return {"rows": len(texts), "others": len(others), "auroc": round(auroc(list(-scores), labels), 3)}
 
 
 def _columns(rows: Any) -> list[list[str]]:
