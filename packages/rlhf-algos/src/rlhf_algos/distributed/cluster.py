@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -203,7 +204,8 @@ class Cluster(Connection):
     def leave_if_drained(self, tell: Tell) -> None:
         """Have this process stop as SIGTERM does, with a checkpoint, once `ray drain-node` gives its notice.
 
-        Machines that only have workers may leave without one: nothing is there that another one lacks.
+        Machines that only have workers may leave without one: nothing is there that another one lacks.  Ray
+        Train starts training processes again elsewhere.
 
         `tell` is called with that event, once.
         """
@@ -211,7 +213,7 @@ class Cluster(Connection):
         from ray._private.state import state  # private, as in Ray Train: Ray has no public API for this
         from ray.util.client import ray as client
 
-        if self.local or self._leaving or client.is_connected():
+        if self.local or self._leaving or not self._is_own or client.is_connected():
             return
         if ray.get_runtime_context().get_node_id() in state.get_draining_nodes():
             self._leaving = True
@@ -231,12 +233,13 @@ class Cluster(Connection):
         return words, "rollout_workers"
 
     def _reserve(self) -> None:
-        if self._connected_here or "RANK" not in os.environ:
-            super()._reserve()
-            return
-        from ray.util import get_placement_group
+        if not (self._connected_here or self._name):  # perhaps a training process, whose command keeps room
+            from ray.util import get_placement_group
 
-        self._group, self._is_own = get_placement_group(_ROOM), False
+            with contextlib.suppress(ValueError):  # there is none
+                self._group, self._is_own = get_placement_group(_ROOM), False
+                return
+        super()._reserve()
 
 
 def _bundles(config: DistributedConfig) -> list[dict[str, float]]:
