@@ -125,30 +125,26 @@ def in_thread() -> Callable[..., Any]:
     return call
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., str]) -> Path:
-    """A run of two processes under torchrun."""
-    folder = tmp_path_factory.mktemp("torchrun") / "run"
-    run_processes(["-m", "rlhf_train", *_arguments("sft", folder)])
-    return folder
-
-
 @pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
 @pytest.mark.proof  # the last one shows it too
-def test_the_bytes_are_those_of_torchrun(torchrun: Path, tmp_path: Path):
-    process = _started("sft", tmp_path)
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"grpo"}))
+def test_the_bytes_are_those_of_torchrun(method: str, tmp_path: Path, run_processes: Callable[..., str]):
+    settings = {"max_steps": 4, "save_steps": 2} | ({"reward": "[choice]"} if method == "ppo" else {})
+    run_processes(["-m", "rlhf_train", *_arguments(method, tmp_path / "torchrun", **settings)])
+    process = _started(method, tmp_path, **settings)
     assert process.wait(_PATIENCE) == 0, _said(tmp_path)
-    _assert_same(tmp_path / "run", torchrun)
+    _assert_same(tmp_path / "run", tmp_path / "torchrun")
 
 
 @pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
 @pytest.mark.proof  # the last one shows it too
-def test_a_killed_process_changes_nothing(torchrun: Path, tmp_path: Path):
+def test_a_killed_process_changes_nothing(tmp_path: Path, run_processes: Callable[..., str]):
+    run_processes(["-m", "rlhf_train", *_arguments("sft", tmp_path / "torchrun")])
     process = _started("sft", tmp_path)
     _kill_one(process, tmp_path, after=16)
-    _assert_same(tmp_path / "run", torchrun)
+    _assert_same(tmp_path / "run", tmp_path / "torchrun")
 
 
 @pytest.mark.usefixtures("ray_installed")
