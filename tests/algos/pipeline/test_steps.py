@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_algos.pipeline.measured import collapse_alarms, scores_of, text_measures
+from rlhf_algos.pipeline.measured import check_ratings, collapse_alarms, scores_of, text_measures
 from rlhf_algos.pipeline.references import Digests, Reference, named_files, references_in, replaced
 from rlhf_algos.pipeline.steps import choose
 
@@ -103,6 +103,8 @@ def test_a_file_of_ratings_has_one_metric_which_pairs_with_none(tmp_path: Path) 
     ratings.write_text('{"prompt": "p", "completion": "c", "label": "up"}\n')
     with raises_error("missing_value", path=str(ratings)):
         scores_of(ratings)
+    with raises_error("missing_value", path=str(ratings)):
+        check_ratings({"measured": ["${after.report}", str(ratings)]})
     ratings.write_text("")
     with raises_error("no_rows"):
         scores_of(ratings)

@@ -14,7 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_algos import METHODS
-from rlhf_algos.pipeline import Pipeline, PipelineConfig, Reference, Selection, Stage, references_in, replaced
+from rlhf_algos.pipeline import (
+    Pipeline,
+    PipelineConfig,
+    Reference,
+    Selection,
+    Stage,
+    check_ratings,
+    references_in,
+    replaced,
+)
 from rlhf_algos.pipeline.results import HISTORY
 from rlhf_algos.pipeline.times import in_words, seconds_last_time
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
@@ -136,6 +145,8 @@ def _dry_run(pipeline: Pipeline, selection: Selection, console: Any, price: floa
                 last = seconds_last_time(history, stage.name)
                 row.seconds = row.seconds if last is None else last
                 row.runs = True
+                if stage.kind == "gate":
+                    check_ratings(stage.config)
             rows.append(row)
     _show_plan(rows, console, price)
 

@@ -12,6 +12,8 @@ from rlhf_data import RunFolder, UserError, read_rows
 
 _SUITES = "items.jsonl"
 """Of a report of kind capability: a row for every item."""
+COMPARED_WITH = ("start", "previous", "baseline")
+"""A gate's settings that name what its candidate is compared with."""
 RATING = "rating"
 """Metric of a file of ratings: 1 where an answer was liked, else 0."""
 _COLUMNS = ("reward", "held_out_reward", "kl", "length")
@@ -68,6 +70,19 @@ def scores_of(report: Path) -> Scores:
         )
     rows = RunFolder(completions.parent).read_lines(completions.name)
     return Scores({**_by_prompt(rows), **_accuracies(report)})
+
+
+def check_ratings(settings: Mapping[str, Any]) -> None:
+    """Refuse files of ratings among a gate's settings that hold none; other reports are passed over.
+
+    Raises:
+        UserError: a row has no label, or a file no row.
+    """
+    for name in ("measured", *COMPARED_WITH):
+        given = settings.get(name)
+        for report in given if isinstance(given, list) else [given]:
+            if report and Path(report).is_file():
+                scores_of(Path(report))
 
 
 def collapse_alarms(rounds: Sequence[Mapping[str, Any]]) -> list[str]:

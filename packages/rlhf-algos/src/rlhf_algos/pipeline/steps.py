@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_algos.pipeline.kinds import SETTINGS
 from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
-from rlhf_algos.pipeline.measured import Scores, scores_of
+from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, scores_of
 from rlhf_algos.pipeline.served import serve
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
 from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
@@ -67,11 +67,7 @@ def choose(folder: Path, settings: Mapping[str, Any]) -> None:
 def gate(folder: Path, settings: Mapping[str, Any]) -> None:
     """Judge a candidate, and write the verdict."""
     measured = _measured(settings["measured"])
-    others = {
-        name: _measured(settings[name]).metrics
-        for name in ("start", "previous", "baseline")
-        if settings.get(name)
-    }
+    others = {name: _measured(settings[name]).metrics for name in COMPARED_WITH if settings.get(name)}
     gates = [Gate.from_dict(each, where="gate") for each in settings["gates"]]
     verdicts = judge_gates(
         gates, measured.metrics, others, suites=measured.suites, unpaired=measured.unpaired
