@@ -193,6 +193,12 @@ def test_adapters_of_sharded_weights_are_refused() -> None:
         ElasticWeightConsolidation(adapted, strength=1.0, scorer=torch.nn.Identity())
 
 
+@pytest.mark.parametrize("more", [{"deepspeed": "zero2.json"}, {"fsdp": True, "use_peft": True}])
+def test_what_cannot_be_held_is_refused_at_once(more: dict[str, Any]) -> None:
+    with raises_error("invalid_value"):
+        METHODS["sft"].resolve({"ewc_strength": 1.0} | more)
+
+
 def test_a_file_needs_a_strength() -> None:
     with raises_error("invalid_value"):
         METHODS["sft"].resolve({"ewc_data": "rows.jsonl"})

@@ -87,3 +87,12 @@ def test_two_processes_compute_what_one_does_and_resume_to_the_bit(
         again[0].pop("rewards/accuracies", None)
         assert again == mine, job
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in weights(tmp_path / job).items()), job
+
+
+def test_one_prompt_for_two_processes(run_processes: Callable[..., str], tmp_path: Path) -> None:
+    """In steps and in evaluation one of them has nothing to do, and waits for nothing."""
+    settings = {"story_rows": 20, "story_eval_rows": 1, "per_device_train_batch_size": 4, "max_steps": 2}
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words = ["-m", "rlhf_train", "grpo", "--reward", "choice", *given, "--output-dir", tmp_path / "run"]
+    run_processes(words)
+    assert len(rows(tmp_path / "run")) == 2

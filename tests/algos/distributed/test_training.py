@@ -63,8 +63,9 @@ def test_what_does_not_go_together_is_refused(section: dict[str, Any]):
     [
         {"distributed": {"trainer_workers": 2, "min_trainer_workers": 1}},
         {"distributed": {"trainer_workers": 2}, "ppo": {"distributed": {"rollout_workers": 2}}},
+        {"sft": {"distributed": {"trainer_workers": 2}}},
     ],
-    ids=["min_trainer_workers", "both"],
+    ids=["min_trainer_workers", "both", "of_a_stage"],
 )
 def test_all_stages_of_rlhf_have_the_same_processes(settings: dict[str, Any]):
     with raises_error("invalid_value"):

@@ -1,4 +1,4 @@
-"""A guarded training whose third step has a ruinous learning rate: `guard_worker.py MODE FOLDER`.
+"""A guarded training of which two steps have a ruinous learning rate: `guard_worker.py MODE FOLDER`.
 
 The first process prints steps, rollbacks and metrics.
 """
@@ -51,13 +51,13 @@ def main(mode: str, folder: Path) -> None:
     config = SFTConfig.from_dict(settings | SHARDED[mode])
     run = RunFolder(folder / "run")
     trainer = SFTTrainer(model, config, rows, tokenizer=tokenizer, run=run)
-    step, seen = trainer.train_step, list[int]()
+    step, seen, ruined = trainer.train_step, list[int](), [1, 3]
 
     def ruinous(examples: Any) -> dict[str, float]:
-        ruin = trainer.step == 2 and len(seen) == 2
         seen.append(trainer.step + 1)
-        if not ruin:
+        if seen[-1] not in ruined:
             return step(examples)
+        ruined.remove(seen[-1])
         usual, trainer.scheduler.base_lrs = (
             trainer.scheduler.base_lrs,
             [1.0 for _ in trainer.scheduler.base_lrs],

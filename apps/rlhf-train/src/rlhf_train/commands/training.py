@@ -109,6 +109,9 @@ def _begin(method: str, config: JobConfig, run: RunFolder, options: dict[str, An
     if cluster is None or options["dry_run"]:
         _work(method, config, run, options)
         return
+    from rlhf_algos.jobs.online import check_parts
+
+    check_parts(config)
     work = partial(_in_trainer, method, config.to_dict(), str(run.path.resolve()), options, file_of(method))
     job = f"{method}{source_of(method)}"
     train_on_cluster(cluster, config, run, work, job=job, trains=not options["eval_only"])

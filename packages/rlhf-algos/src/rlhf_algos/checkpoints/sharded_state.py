@@ -71,6 +71,7 @@ def load_sharded_state(module: nn.Module, optimizer: Optimizer, folder: str | Pa
             f"{folder} lacks {missing[0]}; resume with the same model and settings", code="other_parameters"
         )
     load(tensors, storage_reader=reader)
+    optimizer.state.clear()  # of a training that goes back to its start, whose checkpoint has none
     for key, value in tensors.items():
         entry, _, name = key.partition(_SEPARATOR)
         if entry == _WEIGHT:

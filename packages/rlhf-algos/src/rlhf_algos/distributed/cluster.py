@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -157,18 +158,30 @@ class Connection(ABC):
 
         config, bundles = self.settings, self.needed()
         self._group = placement_group(bundles, strategy=config.placement, name=self._name)
-        if not self._group.wait(config.start_timeout):
+        patience = config.start_timeout if self._may_come_to_have_room() else 1.0
+        until = time.monotonic() + patience
+        while not self._group.wait(1):  # signals act between waits
+            if time.monotonic() < until:
+                continue
             free = {
                 name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
             }
             words, key = self.asked()
             raise UserError(
-                f"the Ray cluster has no room for {words}, placed {config.placement}, after "
-                f"{config.start_timeout:g} s; free are {free or 'no CPUs'}: lower distributed.{key}, or add "
-                "machines",
+                f"the Ray cluster has no room for {words}, placed {config.placement}, after {patience:g} s; "
+                f"free are {free or 'no CPUs'}: lower distributed.{key}, or add machines",
                 code="no_room_in_cluster",
                 workers=len(bundles),
             )
+
+    def _may_come_to_have_room(self) -> bool:
+        """Whether waiting could help: a cluster that was started here has what it has."""
+        import ray
+
+        bundles = self.bundles()
+        wanted = sum(bundle.get("GPU", 0.0) for bundle in bundles)
+        apart = self.settings.placement == "STRICT_SPREAD" and len(self.needed()) > 1
+        return not self.local or not (apart or wanted > ray.cluster_resources().get("GPU", 0.0))
 
 
 class Cluster(Connection):

@@ -159,6 +159,22 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _weights_can_be_held(self) -> Self:
+        if not getattr(self, "ewc_strength", 0.0):
+            return self
+        if getattr(self, "deepspeed", None):
+            raise ValueError(
+                "ewc_strength adds to gradients, which DeepSpeed keeps to itself; take fsdp in place of "
+                "deepspeed, or leave ewc_strength out"
+            )
+        if getattr(self, "fsdp", False) and self.use_peft:
+            raise ValueError(
+                "ewc_strength cannot hold sharded weights behind adapters; leave out ewc_strength, fsdp or "
+                "use_peft"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_are_trained(self) -> Self:
         if self.use_peft or getattr(self, "ensemble", None) == "adapters":
             return self

@@ -67,6 +67,12 @@ class RLHFConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _stages_have_one_cluster(self) -> RLHFConfig:
+        for stage in STAGES:
+            if (getattr(self, stage).get("distributed") or {}).get("trainer_workers"):
+                raise ValueError(
+                    f"{stage}.distributed.trainer_workers is set, but the stages of rlhf all run in the same "
+                    "training processes; set distributed.trainer_workers"
+                )
         cluster = trainers(self)
         if cluster is None:
             return self

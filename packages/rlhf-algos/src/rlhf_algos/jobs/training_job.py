@@ -272,13 +272,6 @@ def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | N
     strength = getattr(config, "ewc_strength", 0.0)  # of methods that train a policy offline
     if not strength:
         return
-    if trainer.parallel.deepspeed:
-        raise UserError(
-            "ewc_strength adds to gradients, which DeepSpeed keeps to itself; take fsdp in place of "
-            "deepspeed, or leave ewc_strength out",
-            code="unsupported_key",
-            key="ewc_strength",
-        )
     scorer = trainer.scorer if trainer.parallel.fsdp else None
     held = ElasticWeightConsolidation(trainer.model, strength=strength, scorer=scorer)
     if config.ewc_data is not None:

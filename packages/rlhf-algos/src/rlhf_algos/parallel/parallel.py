@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.optim import Optimizer
@@ -87,7 +88,12 @@ class Parallel:
         mixed = "no" if self.fsdp or plugin else self.precision
         init_process_group()  # Accelerate alone starts no DeepSpeed group on CPUs
         AcceleratorState._reset_state()  # one trainer of this process may be in bf16, the next in fp32
-        self.accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin)
+        # Buffers are alike everywhere; sent with every forward pass they would keep a process waiting for one
+        # that makes fewer passes, as in evaluation.
+        unsent = DistributedDataParallelKwargs(broadcast_buffers=False)
+        self.accelerator = Accelerator(
+            mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[unsent]
+        )
         unset_hf_deepspeed_config()  # else transformers would shard every model that it loads from now on
         self.deepspeed = plugin is not None
         check_hardware(config, device, dtype, world_size=self.world_size)
