@@ -131,7 +131,8 @@ def in_thread() -> Callable[..., Any]:
 @pytest.mark.proof  # the last one shows it too
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"grpo"}))
 def test_the_bytes_are_those_of_torchrun(method: str, tmp_path: Path, run_processes: Callable[..., str]):
-    settings = {"max_steps": 4, "save_steps": 2} | ({"reward": "[choice]"} if method == "ppo" else {})
+    settings: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
+    settings |= {"reward": "[choice]"} if method == "ppo" else {}
     run_processes(["-m", "rlhf_train", *_arguments(method, tmp_path / "torchrun", **settings)])
     process = _started(method, tmp_path, **settings)
     assert process.wait(_PATIENCE) == 0, _said(tmp_path)
