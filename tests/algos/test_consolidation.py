@@ -187,10 +187,12 @@ def test_two_processes_that_share_the_weights_hold_what_one_does(
     assert found[1][-1]["ewc_loss"] > 0
 
 
-def test_adapters_of_sharded_weights_are_refused() -> None:
+def test_what_sharded_weights_do_not_allow() -> None:
     adapted = apply_lora(model(), LoraSettings(lora_r=2))
     with raises_error("unsupported_key", key="ewc_strength"):
         ElasticWeightConsolidation(adapted, strength=1.0, scorer=torch.nn.Identity())
+    with pytest.raises(ValueError):
+        ElasticWeightConsolidation(model(), strength=1.0, scorer=torch.nn.Identity()).save("ewc.safetensors")
 
 
 @pytest.mark.parametrize("more", [{"deepspeed": "zero2.json"}, {"fsdp": True, "use_peft": True}])

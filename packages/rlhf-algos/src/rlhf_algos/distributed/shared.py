@@ -67,9 +67,9 @@ class SharedController:
         self._first(lambda: self._controller.begin(step, every, n, params))
 
     def finish(self, step: int) -> tuple[list[list[Rollout]], list[Measured] | None]:
-        """See `Controller.finish`; this process's share."""
-        groups, measured = self._first(lambda: self._controller.finish(step))
-        return groups[rank() :: world_size()], measured
+        """See `Controller.finish`; this process's share, which it scores itself."""
+        groups, _ = self._first(lambda: self._controller.finish(step))
+        return groups[rank() :: world_size()], None
 
     def settle(self) -> None:
         """See `Controller.settle`."""

@@ -146,7 +146,13 @@ class ElasticWeightConsolidation:
         return {"ewc_loss": float(sums[0]), "ewc_distance": float(sums[1].sqrt())}
 
     def save(self, path: str | Path) -> None:
-        """Write importances and anchors into one safetensors file."""
+        """Write importances and anchors into one safetensors file; those of a sharded model are not kept.
+
+        Raises:
+            ValueError: the model is sharded.
+        """
+        if self._scorer is not None:
+            raise ValueError("a process has a part of the importances only; keep the rows and measure again")
         state = {_ANCHOR + name: tensor for name, tensor in self.anchors.items()}
         state |= {_IMPORTANCE + name: tensor for name, tensor in self.importance.items()}
         save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, path)
