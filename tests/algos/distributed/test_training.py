@@ -168,24 +168,17 @@ def test_the_stages_of_rlhf_are_those_of_torchrun(tmp_path: Path, run_processes:
     data, folders = tmp_path / "data", [tmp_path / "torchrun", tmp_path / "ray"]
     first = [*words, "--create-dummy-data", str(data), "--output-dir", str(folders[0])]
     run_processes(["-m", "rlhf_train", *first])
-    second = [
-        *words,
-        "--data",
-        str(data),
-        "--set",
-        f"distributed={{{_TWO}}}",
-        "--output-dir",
-        str(folders[1]),
-    ]
-    run_processes(["-m", "rlhf_train", *second], processes=1)
+    second = [*words, "--set", f"distributed={{{_TWO}}}", "--data", str(data)]
+    run_processes(["-m", "rlhf_train", *second, "--output-dir", str(folders[1])], processes=1)
     for stage in STAGES:
         _assert_same(folders[1] / stage, folders[0] / stage)
 
 
 def _kill_one(process: subprocess.Popen[bytes], folder: Path, *, after: int) -> None:
-    """Kill a training process after a checkpoint, and wait for the end of the command."""
+    """Kill the first training process after a checkpoint, and wait for the end of the command."""
     _wait_for(folder / "run" / f"checkpoint-{after}")
-    os.kill(_trainers_of(process.pid)[0], signal.SIGKILL)
+    (first,) = [each for each in _trainers_of(process.pid) if _prints(each)]
+    os.kill(first, signal.SIGKILL)
     assert process.wait(_PATIENCE) == 0, _said(folder)
     assert "a training process was lost" in _said(folder)
     assert not (folder / "run" / ".trainers").exists()
@@ -208,6 +201,12 @@ def _started(method: str, folder: Path, *, workers: int = 0, **settings: Any) ->
             stderr=log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
+
+
+def _prints(process: int) -> bool:
+    """Whether a training process is the first, which alone prints into a file."""
+    opened = [os.readlink(each) for each in Path(f"/proc/{process}/fd").iterdir() if each.is_symlink()]
+    return any(path.endswith("/.trainers/printed") for path in opened)
 
 
 def _said(folder: Path) -> str:

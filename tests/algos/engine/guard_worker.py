@@ -58,10 +58,8 @@ def main(mode: str, folder: Path) -> None:
         if seen[-1] not in ruined:
             return step(examples)
         ruined.remove(seen[-1])
-        usual, trainer.scheduler.base_lrs = (
-            trainer.scheduler.base_lrs,
-            [1.0 for _ in trainer.scheduler.base_lrs],
-        )
+        usual = trainer.scheduler.base_lrs
+        trainer.scheduler.base_lrs = [1.0 for _ in usual]
         trainer.trained.set_learning_rates()
         metrics = step(examples)
         trainer.scheduler.base_lrs = usual

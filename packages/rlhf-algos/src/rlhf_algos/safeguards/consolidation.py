@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +65,10 @@ class ElasticWeightConsolidation:
     def __init__(self, model: Any, *, strength: float, decay: float = 1.0, scorer: Any = None) -> None:
         self.model, self.strength, self.decay = model, strength, decay
         self._adapted, self._scorer = hasattr(model, "peft_config"), scorer
+        self._scores: Any = partial(token_logps, model)
+        self._distributions: Any = partial(token_distributions, model)
+        if scorer is not None:
+            self._scores, self._distributions = scorer, partial(scorer, distributions=True)
         if self._adapted and scorer is not None:
             raise UserError(
                 "weights of a sharded model with adapters cannot be held; leave out ewc_strength, fsdp or "
@@ -179,17 +184,11 @@ class ElasticWeightConsolidation:
         batch = batch.to(device)
         if fisher == "true":
             with torch.no_grad():
-                found = (
-                    self._scorer(batch, distributions=True)
-                    if self._scorer
-                    else token_distributions(self.model, batch)
-                )
-            likely = found.distributions
+                likely = self._distributions(batch).distributions
             assert likely is not None
             drawn = torch.multinomial(likely.exp().cpu(), 1, generator=generator)[:, 0]
             batch = replace(batch, score_targets=drawn.to(device))
-        scores = self._scorer(batch) if self._scorer else token_logps(self.model, batch)
-        return scores.logps.sum()
+        return self._scores(batch).logps.sum()
 
     def _gradients(self, logp: Tensor, weights: dict[str, nn.Parameter]) -> list[Tensor | None]:
         if self._scorer is None:
