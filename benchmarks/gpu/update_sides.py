@@ -25,6 +25,7 @@ class Task:
         rows_per_pass: rows that TRL takes at a time.
         tokens_per_pass: tokens that a tree has at most.
         checkpointing: whether activations are computed again.
+        optim: name of the optimizer, which both libraries take from transformers; None for each one's own.
     """
 
     folder: str
@@ -37,6 +38,7 @@ class Task:
     rows_per_pass: int
     tokens_per_pass: int
     checkpointing: bool
+    optim: str | None
 
     def rows(self) -> list[dict[str, Any]]:
         """Prompts with their completions, as token ids."""
@@ -90,6 +92,7 @@ def _ours(task: Task, **own: Any) -> tuple[dict[str, Any], Any, Any]:
         "save_steps": None,
         "bf16": _cuda(),
         **own,
+        **({"optim": task.optim} if task.optim else {}),
     }
     model: Any = load_causal_lm(f"{task.folder}/model", dtype="float32")
     return settings, model.to("cuda") if _cuda() else model, load_tokenizer(f"{task.folder}/model")
@@ -157,7 +160,9 @@ def grpo_ours(task: Task) -> list[dict[str, float]]:
     trainer.prepare()
 
     def rollout(prompt: list[int], ids: list[int]) -> Rollout:
-        """A completion as the engine gives it, with its log-probs."""
+        """A completion as the engine gives it, with its log-probs where the trainer uses them."""
+        if not trainer.engine_is_exact:
+            return Rollout(prompt, ids, [0.0] * len(ids), "stop")
         with torch.no_grad():
             logits = model(torch.tensor([prompt + ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
         targets = torch.tensor(ids, device=model.device)[:, None]
@@ -199,6 +204,7 @@ def _peer_settings(task: Task, rows: int) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        **({"optim": task.optim} if task.optim else {}),
     }
 
 

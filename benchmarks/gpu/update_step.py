@@ -218,6 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows-per-pass", type=int, default=8, help="that TRL takes at a time")
     parser.add_argument("--tokens-per-pass", type=int, default=16_384, help="that a tree has at most")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations twice")
+    parser.add_argument("--optim", help="optimizer of both sides, adamw_bnb_8bit for example")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
@@ -238,6 +239,38 @@ def described_commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def cases(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Methods with their completions of a prompt."""
+    groups = {"dpo": [2], "grpo": options.groups}
+    return [(method, group) for method in options.methods for group in groups[method]]
+
+
+def measured_row(
+    options: argparse.Namespace, folder: Path, case: tuple[str, int, str, int], parameters: int
+) -> dict[str, Any]:
+    """All sides on the rows of a case: shape, tokens of a prompt, method and completions of a prompt.
+
+    Args:
+        options: those of the command.
+        folder: with the model.
+        case: see above.
+        parameters: of the model.
+    """
+    shape, prompt, method, group = case
+    per_step, new_tokens = options.prompts_per_step, options.new_tokens
+    sizes = {"prompt": prompt, "group": group, "new_tokens": new_tokens}
+    tokens = per_step * write_rows(folder / "rows.json", count=per_step * options.steps, **sizes)
+    own = (options.rows_per_pass, options.tokens_per_pass, options.checkpointing, options.optim)
+
+    def task(side: str) -> Task:
+        return Task(str(folder), method, side, group, options.steps, per_step, new_tokens, *own)
+
+    sides = [side for side in SIDES[method] if side in {"ours", *options.sides}]
+    found = compare(task, sides, options.repeats, parameters=parameters, tokens=tokens)
+    row = {"method": method, "shape": shape, "prompt": prompt, "group": group, "tokens": tokens}
+    return row | found
+
+
 def main() -> None:
     """Make models and rows, run every side, print what was measured."""
     options = parse()
@@ -246,29 +279,15 @@ def main() -> None:
         return
     commit = options.commit or described_commit()
     report: dict[str, Any] = {"benchmark": "update_step", "commit": commit, "rows": []}
-    per_step = options.prompts_per_step
-    for shape, prompt in itertools.product(options.shapes, options.prompts):
+    for shape in options.shapes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            parameters = make_model(folder / "model", SHAPES[shape], prompt + options.new_tokens + 8)
-            cases = [("dpo", 2)] if "dpo" in options.methods else []
-            cases += [("grpo", group) for group in options.groups if "grpo" in options.methods]
-            for method, group in cases:
-                count = per_step * options.steps
-                sizes = {"prompt": prompt, "group": group, "new_tokens": options.new_tokens}
-                tokens = per_step * write_rows(folder / "rows.json", count=count, **sizes)
-
-                def task(side: str, method: str = method, group: int = group, folder: Path = folder) -> Task:
-                    own = (options.rows_per_pass, options.tokens_per_pass, options.checkpointing)
-                    return Task(
-                        str(folder), method, side, group, options.steps, per_step, options.new_tokens, *own
-                    )
-
-                sides = [side for side in SIDES[method] if side in {"ours", *options.sides}]
-                found = compare(task, sides, options.repeats, parameters=parameters, tokens=tokens)
-                row = {"method": method, "shape": shape, "prompt": prompt, "group": group, "tokens": tokens}
-                report["rows"].append(row | found)
-                print(json.dumps(report["rows"][-1]), file=sys.stderr, flush=True)
+            positions = max(options.prompts) + options.new_tokens + 8
+            parameters = make_model(folder / "model", SHAPES[shape], positions)
+            for prompt, (method, group) in itertools.product(options.prompts, cases(options)):
+                row = measured_row(options, folder, (shape, prompt, method, group), parameters)
+                report["rows"].append(row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
                 if options.output:
                     options.output.parent.mkdir(parents=True, exist_ok=True)
                     options.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -84,6 +84,29 @@ def test_grpo_is_the_padded_loss(loss_type: str, level: str) -> None:
     torch.testing.assert_close(ours, gradient(model), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_only_update_of_a_rollout_takes_its_own_log_probs_for_the_old_ones(
+    updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 the engine's are not the trainer's.  One update needs one forward pass, two need three."""
+    trainer = grpo(bf16=True, num_iterations=updates)
+    passes: list[bool] = []
+    forward = trainer.scorer.forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return forward(*args, **options)
+
+    monkeypatch.setattr(trainer.scorer, "forward", counted)
+    trainer.train_step(PROMPTS[:2])
+    assert passes == ([True] if updates == 1 else [False, True, True])
+    known = grpo(bf16=True, num_iterations=updates)
+    monkeypatch.setattr(GRPOTrainer, "_knows_old_logps", True)
+    known.train_step(PROMPTS[:2])
+    pairs = zip(trainer.parameters, known.parameters, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 @pytest.mark.parametrize("value_model", ["separate", "shared"])
 def test_ppo_is_the_padded_loss(value_model: str) -> None:
     """Token rewards, GAE and both losses are written out here with plain loops."""

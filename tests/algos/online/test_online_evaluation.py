@@ -36,7 +36,7 @@ def test_evaluation_draws_the_same_each_time() -> None:
 def test_a_policy_that_is_its_reference_has_no_kl(
     exact: bool, temperature: float, eval_temperature: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GRPOTrainer, "_engine_is_exact", exact)
+    monkeypatch.setattr(GRPOTrainer, "engine_is_exact", exact)
     settings = {"beta": 0.1, "temperature": temperature, "eval_temperature": eval_temperature}
     trainer = grpo(eval_examples=PROMPTS, **settings)
     assert trainer.evaluate()["eval_kl"] == pytest.approx(0, abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ahead_engine import AheadEngine
-from online_trainers import PROMPTS, TOKENIZER, grpo, ppo
+from online_trainers import PROMPTS, TOKENIZER, gradient, grpo, ppo, rollout
 
 _CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 
@@ -44,6 +45,30 @@ def test_step_s_is_sampled_with_the_weights_of_k_steps_before():
     ratios = [row["sampling/importance_sampling_ratio/mean"] for row in metrics]
     assert ratios[0] == pytest.approx(1, abs=1e-5)
     assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[2:])
+    for row in metrics:  # mean absolute difference of log-probs, and extremes around the mean
+        low, high = (row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "max"))
+        assert low <= row["sampling/importance_sampling_ratio/mean"] <= high
+        assert (
+            0 <= row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"]
+        )
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_advantages_are_weighted_with_the_ratio_to_the_engine(make: Any):
+    """One pass on completions whose engine says log-probs 0.1 too low, and has e^0.1 times the gradient."""
+    gradients = []
+    for shift in (0.0, 0.1):
+        trainer = make(
+            options={"engine": AheadEngine(TOKENIZER, 1)}, vllm_importance_sampling_mode="token_truncate"
+        )
+        completions, _ = rollout(trainer)
+        for each in completions:
+            each.tokens["old_logps"] = torch.tensor(each.rollout.logps)
+            each.tokens["sampling_logps"] = each.tokens["old_logps"] - shift
+        for batch, rows in trainer.micro_batches(completions):
+            trainer.loss(batch, rows).loss.backward()
+        gradients.append(gradient(trainer.model))
+    torch.testing.assert_close(gradients[1], gradients[0] * math.exp(0.1), rtol=1e-3, atol=1e-6)
 
 
 def test_batches_of_prompts_are_sampled_apart(monkeypatch: pytest.MonkeyPatch):

@@ -83,7 +83,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     samples_rollouts = True
     compares_groups: ClassVar[bool] = False
     """Whether completions of a prompt are compared with one another, so that equal ones teach nothing."""
-    token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "importance")
+    token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "sampling_logps")
     """Names of `Completion.tokens` that the loss reads."""
     terms_per_token: float
     """Divisor of the current update's loss, over its tokens that count."""
@@ -337,7 +337,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                 does. None means that of training.
         """
         temperature = self.config.temperature if temperature is None else temperature or 1.0
-        compute = policy and not self._engine_is_exact
+        compute = policy and not self.engine_is_exact
         for completion in completions:
             logps = torch.tensor(completion.rollout.logps)
             completion.tokens["sampling_logps"] = logps
@@ -362,7 +362,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         return self.config.use_vllm or getattr(self.engine, "max_staleness", 0) > 0
 
     @property
-    def _engine_is_exact(self) -> bool:
+    def engine_is_exact(self) -> bool:
+        """Whether the engine's log-probs are those that the trainer would compute."""
         return (
             computes_as_trainer(self.engine)
             and self.parallel.precision == "no"

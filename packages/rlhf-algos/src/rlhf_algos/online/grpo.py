@@ -21,7 +21,7 @@ from rlhf_algos.losses import (
     token_weights,
 )
 from rlhf_algos.online.base import OnlineTrainer
-from rlhf_algos.online.importance_correction import correct_mismatch
+from rlhf_algos.online.importance_correction import sampling_correction, with_correction
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
 from rlhf_data import PackedBatch
 
@@ -43,7 +43,7 @@ class GRPOTrainer(OnlineTrainer):
     def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Advantages within the groups of the whole step, and what each token counts."""
         config, metrics = self.config, {}
-        self.compute_known_logps(completions, reference=config.needs_reference)
+        self.compute_known_logps(completions, reference=config.needs_reference, policy=self._knows_old_logps)
         rewards = table.total
         if config.overlong_buffer:
             penalty = overlong_penalty(
@@ -66,8 +66,6 @@ class GRPOTrainer(OnlineTrainer):
         for completion, weight in zip(completions, weights, strict=True):
             completion.tokens["advantages"] = advantages[completion.index].expand(completion.length)
             completion.weight = weight
-        if self.corrects_sampling:
-            metrics |= correct_mismatch(completions, self.config, self.parallel)
         return metrics
 
     def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
@@ -86,7 +84,7 @@ class GRPOTrainer(OnlineTrainer):
             with_stats=config.entropy_coef == 0,
         )
         logps, entropy = scores.logps, scores.entropy
-        old_logps = flat("old_logps", examples, device)
+        old_logps = flat("old_logps", examples, device) if self._knows_old_logps else logps.detach()
         advantages = flat("advantages", examples, device)
         weights = spread([each.weight for each in examples], examples, device)
         sequence = batch.score_sequence if config.importance_sampling_level == "sequence" else None
@@ -94,9 +92,11 @@ class GRPOTrainer(OnlineTrainer):
         settings = SurrogateSettings(
             *(low, high, config.delta), config.sapo_temperature_pos, config.sapo_temperature_neg
         )
-        corrected = advantages
+        corrected, correction = advantages, None
         if self.corrects_sampling:
-            corrected = advantages * flat("importance", examples, device)
+            sampled = flat("sampling_logps", examples, device)
+            correction = sampling_correction(old_logps, sampled, batch.score_sequence, config)
+            corrected = advantages * correction.weights
         result = policy_loss(
             *(logps, old_logps, corrected),
             surrogate=SURROGATES[config.loss_type],
@@ -131,8 +131,16 @@ class GRPOTrainer(OnlineTrainer):
             "clip_ratio/region_mean": (stats.region, stats.count),
         }
         lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
-        output = LossOutput(loss, means=means, lows=lows, highs=highs)
+        output = with_correction(LossOutput(loss, means=means, lows=lows, highs=highs), correction)
         return self.balanced(output, scores, self.num_loss_terms(batch, examples))
+
+    @property
+    def _knows_old_logps(self) -> bool:
+        """Whether the update finds old log-probs; else its own are the old ones, because it is the only one.
+
+        To compute them beforehand would take another forward pass with the same weights.
+        """
+        return self.engine_is_exact or self.config.passes * self.config.mini_batches > 1
 
     def _kl(
         self, logps: Tensor, old_logps: Tensor, examples: Sequence[Any], sequence: Tensor | None

@@ -2,62 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import importance_weights
-from rlhf_algos.online.rollouts import Completion, flat
-from rlhf_algos.parallel.parallel import Parallel
 
 
-def correct_mismatch(
-    completions: Sequence[Completion], config: OnlineConfig, parallel: Parallel
-) -> dict[str, float]:
-    """Give completions `importance`: the ratio of the trainer's probabilities to the engine's; report it.
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """What a micro-batch's advantages are multiplied with, and what `LossOutput` reports of the mismatch.
 
-    The ratio is bounded as the settings say, see `rlhf_algos.losses.importance_weights`; without correction
-    it is only reported, and `importance` is 1.
-
-    The completions, those of this process, have `old_logps` and `sampling_logps`.
-
-    Returns:
-        `sampling/importance_sampling_ratio/{min,mean,max}` and `sampling/sampling_logp_difference/{mean,max}`
-        over all processes, under TRL's names.
+    Args:
+        weights: (M,), 1 where the mismatch is only reported.
+        means: `sampling/importance_sampling_ratio/mean` and `sampling/sampling_logp_difference/mean`, TRL's
+            names, as sums and counts.
+        lows: `sampling/importance_sampling_ratio/min`.
+        highs: `sampling/importance_sampling_ratio/max` and `sampling/sampling_logp_difference/max`.
     """
-    device = parallel.device
-    sums = torch.zeros(4, device=device)
-    highest = torch.full((3,), -torch.inf, device=device)
-    if completions:
-        lengths = [completion.length for completion in completions]
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        found = importance_weights(
-            flat("old_logps", completions, torch.device("cpu")),
-            flat("sampling_logps", completions, torch.device("cpu")),
-            sequence,
-            mode=config.vllm_importance_sampling_mode,
-            clip_min=config.vllm_importance_sampling_clip_min,
-            clip_max=config.vllm_importance_sampling_clip_max,
-        )
-        corrected = config.vllm_importance_sampling_correction
-        ratios = found.weights if corrected else torch.ones_like(found.weights)
-        for completion, part in zip(completions, ratios.split(lengths), strict=True):
-            completion.tokens["importance"] = part
-        sums = _tensor(
-            found.ratio_sum, found.ratio_count, found.difference_sum, found.difference_count, device=device
-        )
-        highest = _tensor(-found.ratio_min, found.ratio_max, found.difference_max, device=device)
-    ratio, count, difference, differences = parallel.sum(sums).tolist()
-    low, high, most = parallel.maximum(highest).tolist()
-    return {
-        "sampling/importance_sampling_ratio/min": -low,
-        "sampling/importance_sampling_ratio/mean": ratio / max(count, 1),
-        "sampling/importance_sampling_ratio/max": high,
-        "sampling/sampling_logp_difference/mean": difference / max(differences, 1),
-        "sampling/sampling_logp_difference/max": most,
-    }
+
+    weights: Tensor
+    means: dict[str, tuple[Tensor, Tensor]]
+    lows: dict[str, Tensor]
+    highs: dict[str, Tensor]
 
 
-def _tensor(*values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.stack([value.float() for value in values]).to(device)
+def with_correction(output: LossOutput, correction: SamplingCorrection | None) -> LossOutput:
+    """A loss that reports a correction too."""
+    if correction is None:
+        return output
+    means, lows, highs = (
+        {**output.means, **correction.means},
+        {**output.lows, **correction.lows},
+        correction.highs,
+    )
+    return replace(output, means=means, lows=lows, highs={**output.highs, **highs})
+
+
+def sampling_correction(
+    old_logps: Tensor, sampling_logps: Tensor, sequence: Tensor, config: OnlineConfig
+) -> SamplingCorrection:
+    """Bounded ratios of the trainer's probabilities to the engine's; see `importance_weights`.
+
+    Args:
+        old_logps: (M,) log-probs by the trainer, without gradient.
+        sampling_logps: (M,) those by the engine; NaN where it does not say.
+        sequence: (M,) which completion a token belongs to; every completion is whole.
+        config: with the bounds.
+    """
+    found = importance_weights(
+        old_logps,
+        sampling_logps,
+        sequence,
+        mode=config.vllm_importance_sampling_mode,
+        clip_min=config.vllm_importance_sampling_clip_min,
+        clip_max=config.vllm_importance_sampling_clip_max,
+    )
+    ratio, difference = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
+    return SamplingCorrection(
+        found.weights if config.vllm_importance_sampling_correction else torch.ones_like(found.weights),
+        means={
+            f"{ratio}/mean": (found.ratio_sum, found.ratio_count),
+            f"{difference}/mean": (found.difference_sum, found.difference_count),
+        },
+        lows={f"{ratio}/min": found.ratio_min},
+        highs={f"{ratio}/max": found.ratio_max, f"{difference}/max": found.difference_max},
+    )

@@ -18,7 +18,7 @@ from rlhf_algos.kl_control import AdaptiveKLController, FixedKLController
 from rlhf_algos.losses import KL_ESTIMATORS, clipped_policy_loss, policy_ratio, value_loss
 from rlhf_algos.online.actor_critic import ActorCritic
 from rlhf_algos.online.base import OnlineTrainer
-from rlhf_algos.online.importance_correction import correct_mismatch
+from rlhf_algos.online.importance_correction import sampling_correction, with_correction
 from rlhf_algos.online.ppo_advantages import PPORewards, compute_token_advantages
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, spread
 from rlhf_data import PackedBatch, PromptExample
@@ -90,8 +90,6 @@ class PPOTrainer(OnlineTrainer):
             controller=self.controller,
             parallel=self.parallel,
         )
-        if self.corrects_sampling:
-            metrics |= correct_mismatch(completions, self.config, self.parallel)
         self.episodes += len(table.total)
         return metrics | {"episode": float(self.episodes)}
 
@@ -108,8 +106,11 @@ class PPOTrainer(OnlineTrainer):
         old_logps = flat("old_logps", examples, device)
         weights = spread([each.weight for each in examples], examples, device)
         advantages = flat("advantages", examples, device)
+        correction = None
         if self.corrects_sampling:
-            advantages = advantages * flat("importance", examples, device)
+            sampled = flat("sampling_logps", examples, device)
+            correction = sampling_correction(old_logps, sampled, batch.score_sequence, config)
+            advantages = advantages * correction.weights
         policy = clipped_policy_loss(
             logps,
             old_logps,
@@ -143,7 +144,8 @@ class PPOTrainer(OnlineTrainer):
             "val/ratio": (weights * ratio).sum(),
             "val/ratio_var": (weights * ratio.square()).sum(),
         }
-        return LossOutput(loss, sums={name: total.detach() for name, total in sums.items()})
+        output = LossOutput(loss, sums={name: total.detach() for name, total in sums.items()})
+        return with_correction(output, correction)
 
     def update(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, float]:
         """See `OnlineTrainer.update`; `val/ratio_var` is the variance over tokens and updates."""
