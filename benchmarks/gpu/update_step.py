@@ -97,7 +97,11 @@ def make_model(folder: Path, shape: dict[str, Any], positions: int) -> int:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model  # the sides need the memory
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return parameters
 
 
 def write_rows(path: Path, *, count: int, prompt: int, group: int, new_tokens: int) -> int:
