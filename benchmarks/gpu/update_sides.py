@@ -173,6 +173,7 @@ def grpo_ours(task: Task) -> list[dict[str, float]]:
         step_prompts = prompts[first : first + task.prompts_per_step]
         completions, table = trainer.score(step_prompts, rollouts, task.group)
         metrics = trainer.compute_advantages(completions, table)
+        trainer.scorer.train()  # in evaluation mode no activations are recomputed
         return metrics | trainer.update(completions, len(step_prompts))
 
     found = []

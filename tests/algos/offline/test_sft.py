@@ -36,7 +36,7 @@ def test_a_step_is_that_of_a_padded_forward(architecture, examples, padded_logit
     norm = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]).norm()
     p = predicted.softmax(-1)
 
-    metrics = _trainer(rows, model=model).train_step(rows)
+    metrics = _trainer(rows, {"disable_dropout": True}, model=model).train_step(rows)  # GPT-2's is 0.1
     expected = {
         "loss": loss,
         "grad_norm": norm,
@@ -46,6 +46,15 @@ def test_a_step_is_that_of_a_padded_forward(architecture, examples, padded_logit
     assert {name: metrics[name] for name in expected} == pytest.approx(
         {name: value.item() for name, value in expected.items()}, rel=1e-4
     )
+
+
+def test_a_step_by_hand_recomputes_activations_where_asked(examples):
+    """Loaded models are in evaluation mode, in which transformers recomputes nothing."""
+    rows, model = examples("sequences"), _model()
+    calls = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    _trainer(rows, {"gradient_checkpointing": True}, model=model.eval()).train_step(rows)
+    assert len(calls) == 2
 
 
 def test_learns_its_completions(examples, history):

@@ -201,7 +201,6 @@ class BaseTrainer(TrainingMethod[Example]):
         size = self.global_batch_size
         last = min(self.steps_per_epoch, done + self.total_steps - self.step)
         metrics: dict[str, float] = {}
-        self.scorer.train()
         starts, workers = range(done * size, last * size, size), self.config.dataloader_num_workers
         for step in step_examples.steps_of(self.examples, order, starts, self.parallel, workers=workers):
             self.rows = step.rows
@@ -237,6 +236,7 @@ class BaseTrainer(TrainingMethod[Example]):
         """
         started = time.perf_counter()
         self.prepare()
+        self.scorer.train()
         share = self._share(examples)
         metrics, taken = self._update(share)
         if taken:
