@@ -63,9 +63,9 @@ def digest(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("ties", ["--density", "0.5"]),
-        ("breadcrumbs-ties", ["--density", "0.5", "--dtype", "float64"]),
-        ("della", ["--density", "0.5"]),
+        pytest.param("ties", ["--density", "0.5"], marks=pytest.mark.proof),
+        pytest.param("breadcrumbs-ties", ["--density", "0.5", "--dtype", "float64"], marks=pytest.mark.proof),
+        pytest.param("della", ["--density", "0.5"], marks=pytest.mark.proof),
         ("dare-ties", ["--density", "0.5"]),
         ("model-stock", []),
     ],
@@ -118,9 +118,11 @@ main(prog_name="rlhf-merge")
 @pytest.mark.parametrize(
     ("size", "hopeful", "left"),
     [
-        ("30m", False, ""),
+        pytest.param("30m", False, "", marks=pytest.mark.proof),
         ("30m", True, ".out.merging"),  # is full amid the tensors
-        ("58700k", True, ".out.merging"),  # is full when the tokenizer is copied
+        pytest.param(
+            "58700k", True, ".out.merging", marks=pytest.mark.proof
+        ),  # is full when the tokenizer is copied
     ],
 )
 def test_a_full_disk(models: list[str], tmp_path: Path, size: str, hopeful: bool, left: str):

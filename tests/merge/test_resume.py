@@ -252,7 +252,12 @@ def test_killed_at_random_moments_and_resumed(
 @slow
 @pytest.mark.parametrize(
     ("number", "code", "sentence"),
-    [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "Interrupted; give the same command again to go on.")],
+    [
+        (signal.SIGTERM, 143, ""),
+        pytest.param(
+            signal.SIGINT, 130, "Interrupted; give the same command again to go on.", marks=pytest.mark.proof
+        ),
+    ],
 )
 def test_told_to_end_it_ends_and_can_be_resumed(
     workshop: Any, command: Command, large: dict[str, Any], number: int, code: int, sentence: str

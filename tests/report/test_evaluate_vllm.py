@@ -121,6 +121,7 @@ def rows_of(output: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.proof
 def test_a_server_writes_what_transformers_would_and_the_kl_is_our_own(
     python: str, worker: Any, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,13 @@ def in_ci(values: Iterable[Any], *kept: Any) -> list[Any]:
     return [value if value in kept else pytest.param(value, marks=pytest.mark.proof) for value in values]
 
 
-def by_default(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Parameters of a test: those that are `kept` run by default; the others are slow."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def by_default(values: Iterable[Any], *kept: Any, proofs: Collection[Any] = ()) -> list[Any]:
+    """Parameters of a test: those that are `kept` run by default; the others are slow, or `proofs`."""
+
+    def marked(value: Any) -> Any:
+        if value in kept:
+            return value
+        marks = [pytest.mark.slow, *([pytest.mark.proof] if value in proofs else [])]
+        return pytest.param(value, marks=marks)
+
+    return [marked(value) for value in values]

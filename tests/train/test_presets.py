@@ -23,7 +23,7 @@ SHAPES = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("preset", PROCESSES)
+@pytest.mark.parametrize("preset", in_ci(PROCESSES, "7b_single_gpu", "70b_multi_node"))
 @pytest.mark.parametrize("method", in_ci(["dpo", "ppo"], "ppo"))
 def test_a_preset_fits_its_gpus_and_no_small_ones(
     preset: str, method: str, train: Callable[..., Any], train_refused: Callable[..., str], tmp_path: Path

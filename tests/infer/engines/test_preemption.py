@@ -114,10 +114,11 @@ SETTINGS = {
 }
 
 
+ARCHITECTURES = ["gemma2", "mistral", "qwen3", "gpt2"]
 CASES = [*((name, 0) for name in SETTINGS), ("sampled", 256)]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, ("penalties", 0), ("sampled", 256)))
+@pytest.mark.parametrize("case", by_default(CASES, ("sampled", 256), proofs=CASES))
 def test_the_youngest_pauses_and_no_token_changes(case: tuple[str, int], lively_model: Any) -> None:
     settings, prefixes = case
     model, params = lively_model(max_position_embeddings=512), SETTINGS[settings]
@@ -150,7 +151,7 @@ def test_the_youngest_pauses_and_no_token_changes(case: tuple[str, int], lively_
     batcher.close()
 
 
-@pytest.mark.parametrize("name", by_default(["gemma2", "mistral", "qwen3", "gpt2"], "gemma2"))
+@pytest.mark.parametrize("name", by_default(ARCHITECTURES, "gemma2", proofs=ARCHITECTURES))
 def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=512)
     assert within_window(model, 307) == (name not in ("gemma2", "mistral"))

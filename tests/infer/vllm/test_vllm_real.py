@@ -115,6 +115,7 @@ def running(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
+@pytest.mark.proof
 def test_a_server_follows_is_started_again_and_reports_its_loss(
     python: str, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def rounds(make_game, tmp_path_factory) -> Path:
         ((CUT, *CRITIC), (CUT, *CRITIC, ZERO3)),
         pytest.param(FULL, (*FULL, ZERO3), marks=pytest.mark.proof),
         pytest.param(MIXED, (*MIXED, ZERO3), marks=pytest.mark.proof),
-        ((CUT, *CRITIC), (CUT, *CRITIC, FSDP)),
+        pytest.param((CUT, *CRITIC), (CUT, *CRITIC, FSDP), marks=pytest.mark.proof),
         pytest.param((*FULL, *CRITIC), (*FULL, *CRITIC, FSDP), marks=pytest.mark.proof),
         pytest.param(MIXED, (*MIXED, FSDP), marks=pytest.mark.proof),
         pytest.param(CRITIC, (*CRITIC, FSDP, OFFLOAD), marks=pytest.mark.proof),

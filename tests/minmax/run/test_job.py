@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rlhf_minmax.run.minmax_job
+from proofs import in_ci
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import Events, MinMaxJob
@@ -223,7 +224,7 @@ def test_rules_that_have_changed_since_a_run_began_are_named(tmp_path, make_conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["training_curves", "write_minmax_report"])
+@pytest.mark.parametrize("where", in_ci(["training_curves", "write_minmax_report"], "training_curves"))
 def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whole, where, monkeypatch):
     config = make_config("baseline=false")
     with monkeypatch.context() as patch:

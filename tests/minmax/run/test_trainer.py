@@ -100,7 +100,13 @@ def equal(a, b):
 
 
 # Labels are of the game; without an adversary few are as good as many.
-@pytest.mark.parametrize("case", by_default(KINDS, ("lora", True), ("lora", False), ("few", True)), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    by_default(
+        KINDS, ("lora", True), ("few", False), proofs=[("full", True), ("few", True), ("lora", False)]
+    ),
+    ids=str,
+)
 def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp_path, run_kinds, case):
     kind, settings = run_kinds[case[0]], {"adversary": case[1]}
     whole = trainer_of(make_game, tmp_path / "whole", *kind, **settings)
