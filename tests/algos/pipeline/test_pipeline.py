@@ -282,7 +282,6 @@ def test_a_stage_that_fails_says_why_and_is_tried_again(run: Any, tmp_path: Path
     ("stages", "code"),
     [
         ({"tune": {}}, "unknown_kind"),
-        ({"compress": {}}, "kind_not_built"),
         ({"sft": {"config": {"train_data": "${data.sft}"}}}, "invalid_value"),
         ({"data": {}, "sft": {"config": {"train_data": "${data.sft"}}}, "invalid_reference"),
         ({"sft": {}, "dpo": {"config": {"model_name_or_path": "${sft.last}"}}}, "invalid_value"),
@@ -300,12 +299,19 @@ def test_wrong_settings_are_refused(stages: dict[str, Any], code: str) -> None:
         PipelineConfig.from_dict({"stages": stages})
 
 
+TEXTS = {"rows": "a", "model": "b"}
+
+
 @pytest.mark.parametrize(
     ("stage", "code"),
     [
         ({"kind": "sft", "config": {"lerning_rate": 1}}, "unknown_key"),
         ({"kind": "data", "config": {"row": 1}}, "unknown_key"),
         ({"kind": "refine", "config": {"prompts": "a", "model": "b", "n": 2}}, "unknown_key"),
+        ({"kind": "compress", "config": TEXTS | {"question_key": "q"}}, "invalid_value"),
+        ({"kind": "compress", "config": TEXTS | {"ratio": 2}}, "no_question"),
+        ({"kind": "compress", "config": TEXTS | {"ratio": 0.5, "method": "surprisal"}}, "invalid_value"),
+        ({"kind": "compress", "config": TEXTS | {"ratio": 2, "n": 2}}, "unknown_key"),
         ({"kind": "generate", "config": {"prompts": "a"}}, "missing_key"),
         ({"kind": "filter", "config": {"rows": "a", "to": "dpo"}}, "invalid_value"),
         ({"kind": "serve", "config": {"prompts": "a", "model": "b", "rows": 0}}, "invalid_value"),

@@ -89,7 +89,7 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     other = run(folders, rows, output, "--temperature", "0.5")
     assert other.exit_code == 2 and "was made with temperature=1.0, now it is 0.5" in other.output
     rows.write_text(json.dumps({"prompt": "another"}) + "\n" + "\n".join(map(json.dumps, ROWS)))
-    assert "line 1: the prompt is not that of the input's row" in run(folders, rows, output).output
+    assert "line 1: it was made from another row" in run(folders, rows, output).output
     foreign = tmp_path / "notes.jsonl"
     foreign.write_text("mine\n")
     assert "does not say how it was made" in run(folders, rows, foreign).output

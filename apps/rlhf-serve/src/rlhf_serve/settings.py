@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, model_folder
 from rlhf_infer import ConfidenceBasedStopping, ScorePopulation, SearchSettings, StepLabelSettings
+from rlhf_models import CompressionSettings
 
 
 class PopulationSettings(BaseConfig):
@@ -159,17 +160,22 @@ class ServeSettings(ModelSettings):
     """File to which ratings of answers are appended, as rows for `rlhf-train kto`; null takes no ratings."""
 
 
-class FileSettings(ModelSettings):
-    """Completions of a file of prompts: where they come from, where they go, how they are drawn."""
+class RowsSettings(BaseConfig):
+    """A file of rows: where they come from and where they go."""
 
     input_path: str
-    """Rows with `prompt`: JSON lines, JSON, CSV, Parquet or Arrow."""
+    """Rows: JSON lines, JSON, CSV, Parquet or Arrow."""
     output_path: str
     """JSON lines, in the order of the input."""
     overwrite: bool = False
     """Start over where the output exists."""
     batch_size: int = Field(default=16, ge=1)
-    """Prompts at a time."""
+    """Rows at a time."""
+
+
+class FileSettings(ModelSettings, RowsSettings):
+    """Completions of a file of prompts: where they come from, where they go, how they are drawn."""
+
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion in tokens."""
     temperature: float = Field(default=1.0, ge=0)
@@ -249,3 +255,25 @@ class LabelSettings(FileSettings):
 
     labels: StepLabelSettings = Field(default_factory=StepLabelSettings)
     """How many solutions and completions are drawn, and what makes a label."""
+
+
+class CompressSettings(RowsSettings, CompressionSettings):
+    """Shorter texts of a file of rows."""
+
+    model: str
+    """Folder or hub name of the language model that scores; it need not be the one that reads."""
+    text_key: str = "prompt"
+    """Column with the text."""
+    question_key: str | None = None
+    """Column with what is asked of the text; null for none, which only `surprisal` allows."""
+    protect: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that are kept wherever they occur."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights."""
+    device: str | None = None
+    """Device of the model; null for the first GPU, or the CPU."""
+
+    @field_validator("model")
+    @classmethod
+    def _model_of_a_run(cls, name: str) -> str:
+        return model_folder(name)

@@ -19,13 +19,13 @@ from rlhf_models.attention.packed import OptimizedAttention as OptimizedAttentio
 from rlhf_models.attention.packed import TreeAttention as TreeAttention
 from rlhf_models.attention.packed import prepare_for_packing as prepare_for_packing
 from rlhf_models.compression.compressor import CompressedText as CompressedText
-from rlhf_models.compression.compressor import CompressionSettings as CompressionSettings
 from rlhf_models.compression.compressor import ContextCompressor as ContextCompressor
 from rlhf_models.compression.eviction import evict as evict
 from rlhf_models.compression.eviction import expected_attention as expected_attention
 from rlhf_models.compression.eviction import h2o as h2o
 from rlhf_models.compression.eviction import snap_kv as snap_kv
 from rlhf_models.compression.eviction import streaming_llm as streaming_llm
+from rlhf_models.compression.settings import CompressionSettings as CompressionSettings
 from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
 from rlhf_models.device_manager import make_deterministic as make_deterministic

@@ -10,10 +10,10 @@ from rlhf_infer import SamplingParams
 from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.load import Parts
 from rlhf_serve.service.tokenization import give_template
-from rlhf_serve.settings import FileSettings
+from rlhf_serve.settings import FileSettings, RowsSettings
 
 
-def prompt_rows(settings: FileSettings) -> list[dict[str, Any]]:
+def prompt_rows(settings: RowsSettings) -> list[dict[str, Any]]:
     """The rows of the input, each with a prompt: its own, or what comes before its completions."""
     rows = list(read_rows(settings.input_path))
     found = []

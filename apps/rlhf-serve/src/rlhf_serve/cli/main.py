@@ -16,6 +16,7 @@ _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
 _SEARCHES = ("mcts", "beam", "dvts", "best-first", "best-of-n")
+_COMPRESSIONS = ("question", "surprisal", "contrastive")
 _LOADING = "loading torch and transformers, which takes some seconds"
 _BUILDING = "; a demonstration of another seed is built first, which takes minutes"
 
@@ -160,6 +161,15 @@ def _refine(**options: Any) -> None:
     exit_cleanly(lambda: _run("refine", "RefineSettings", options))
 
 
+def _compress(**options: Any) -> None:
+    """Shorten a text in every row to an exact number of its own tokens; an interrupted run continues.
+
+    A language model says which sentences matter to the question in another column. The output has each row
+    with the shorter text and `compression`, its tokens before and after.
+    """
+    exit_cleanly(lambda: _run("compress", "CompressSettings", options))
+
+
 def _run(command: str, kind: str, options: dict[str, Any]) -> None:
     """Run a command over a file; its module, which loads torch, once its settings are known to be right."""
     settings = _settings(getattr(import_module("rlhf_serve.settings"), kind), options)
@@ -300,6 +310,33 @@ def _refine_options() -> list[Decorator]:
     ]
 
 
+def _compress_options() -> list[Decorator]:
+    return [
+        click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with texts."),
+        click.option("--output", "output_path", required=True, metavar="FILE", help="JSON lines."),
+        click.option("--config", type=click.Path(), help="JSON or YAML file of settings."),
+        click.option(
+            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
+        ),
+        click.option("--model", metavar="PATH|HUB_ID", help="Language model that scores."),
+        click.option("--text-key", metavar="COLUMN", help="Column of the text.  [default: prompt]"),
+        click.option("--question-key", metavar="COLUMN", help="Column of what is asked of it."),
+        click.option("--method", type=click.Choice(_COMPRESSIONS), help="[default: question]"),
+        click.option("--ratio", type=click.FloatRange(min=1), help="Keep one in so many tokens."),
+        click.option("--max-tokens", type=click.IntRange(min=1), help="Keep that many tokens at most."),
+        click.option("--keep-first", type=click.IntRange(min=0), metavar="N", help="Keep the first tokens."),
+        click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the last tokens."),
+        click.option("--protect", multiple=True, metavar="TEXT", help="Keep this text; repeatable."),
+        click.option("--units", type=click.Choice(("sentence", "token")), help="[default: sentence]"),
+        click.option("--dtype", type=click.Choice(_DTYPES), help="[default: as stored]"),
+        click.option("--device", metavar="DEVICE", help="[default: the GPU, if any]"),
+        click.option("--batch-size", type=click.IntRange(min=1), help="Rows at a time.  [default: 16]"),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+        ),
+    ]
+
+
 class _Commands(click.Group):
     """The commands."""
 
@@ -322,3 +359,4 @@ main = click.group(
 main.add_command(click.command("generate")(_decorated(_generate, _generate_options())))
 main.add_command(click.command("label-steps")(_decorated(_label_steps, _label_options())))
 main.add_command(click.command("refine")(_decorated(_refine, _refine_options())))
+main.add_command(click.command("compress")(_decorated(_compress, _compress_options())))

@@ -17,7 +17,7 @@ from rlhf_data import (
     overrides_given,
 )
 from rlhf_models.loading.sources import check_not_a_missing_path
-from rlhf_serve.settings import FileSettings, ModelSettings
+from rlhf_serve.settings import RowsSettings
 
 _Settings = TypeVar("_Settings", bound=BaseConfig)
 
@@ -47,9 +47,9 @@ def _flag_of(name: str) -> str:
     return next((param.opts[0] for param in params if param.name == name), name)
 
 
-def check_inputs(settings: ModelSettings) -> None:
+def check_inputs(settings: BaseConfig) -> None:
     """Look for the models and files that the settings name by a path."""
-    if isinstance(settings, FileSettings):
+    if isinstance(settings, RowsSettings):
         rows, output = Path(settings.input_path), Path(settings.output_path)
         if not rows.exists():
             raise UserError(f"data file {rows} does not exist; check the path", code="file_not_found")
@@ -58,7 +58,7 @@ def check_inputs(settings: ModelSettings) -> None:
                 f"--output {output} is the input, which would be lost; name another file",
                 code="conflicting_options",
             )
-    critic = getattr(settings, "critic", None)
-    for name in (settings.model, settings.draft_model, critic, *settings.reward):
+    models = (getattr(settings, name, None) for name in ("model", "draft_model", "critic"))
+    for name in (*models, *getattr(settings, "reward", ())):
         if name is not None and ":" not in name:
             check_not_a_missing_path(name)

@@ -12,10 +12,11 @@ from typing import Any
 from rlhf_data import UserError, atomic_write_json
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import prompt_rows
-from rlhf_serve.settings import FileSettings
+from rlhf_serve.settings import RowsSettings
 
 NOT_COMPARED = (
     "batch_size",
+    "batch_tokens",
     "device",
     "input_path",
     "max_batch_tokens",
@@ -24,25 +25,27 @@ NOT_COMPARED = (
     "prefix_cache_tokens",
     "search_tree",
 )
-"""Settings that change no completion."""
+"""Settings that change no row."""
 Work = Callable[[Sequence[dict[str, Any]], dict[str, list[Any]]], list[tuple[list[dict[str, Any]], Any]]]
 """The rows to write for each row of a batch, and what is known of it, such as its cost; from the rows, and
 their columns other than the prompt."""
 
 
 def write_rows(
-    settings: FileSettings,
+    settings: RowsSettings,
     load: Callable[[Display, int], tuple[Work, Callable[[], None]]],
     kind: type[Output] | None = None,
+    rows: Sequence[dict[str, Any]] | None = None,
 ) -> list[Any]:
     """Write what is made of each row of the input, after what the output has already.
 
     `load` gives the work and what closes it, knowing how many rows are done; called only if a row is left.
+    `rows` are those of the input, if they are not prompts.
 
     Returns:
         What the work said of each row that was done now.
     """
-    display, rows = Display(), prompt_rows(settings)
+    display, rows = Display(), prompt_rows(settings) if rows is None else rows
     output = (kind or Output)(settings, rows)
     done = output.resume()
     if done == len(rows):
@@ -64,7 +67,7 @@ def write_rows(
                 raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
             output.add([line for lines, _ in made for line in lines], start + len(batch))
             found += [each for _, each in made]
-            display.step("prompts", start + len(batch), len(rows))
+            display.step(output.unit, start + len(batch), len(rows))
     finally:
         display.finish()
         close()
@@ -77,9 +80,9 @@ class Output:
     Nothing is written, and nothing that is there is lost, before the first rows are made.
     """
 
-    noun, marks_suffix = "rows", ".settings.json"
+    noun, unit, marks_suffix = "rows", "prompts", ".settings.json"
 
-    def __init__(self, settings: FileSettings, rows: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, settings: RowsSettings, rows: Sequence[dict[str, Any]]) -> None:
         self.path = Path(settings.output_path)
         self.marks = self.path.with_name(self.path.name + self.marks_suffix)
         self.overwrite, self.rows, self.begun = settings.overwrite, rows, False
@@ -165,15 +168,19 @@ class Output:
             )
         for number, (line, row) in enumerate(zip(lines, self.rows, strict=False), 1):
             try:
-                same = json.loads(line).get("prompt") == row["prompt"]
+                same = self.is_of(json.loads(line), row)
             except (ValueError, AttributeError):
                 same = False
             if not same:
                 raise UserError(
-                    f"{self.path}, line {number}: the prompt is not that of the input's row; choose another "
-                    "--output, or --overwrite",
+                    f"{self.path}, line {number}: it was made from another row than the input's; choose "
+                    "another --output, or --overwrite",
                     code="different_config",
                 )
+
+    def is_of(self, written: dict[str, Any], row: dict[str, Any]) -> bool:
+        """Whether a row of the output was made from a row of the input."""
+        return written.get("prompt") == row["prompt"]
 
 
 def check_writable(path: Path) -> None:

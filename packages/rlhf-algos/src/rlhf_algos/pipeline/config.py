@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_algos.pipeline.kinds import KINDS, NOT_YET
+from rlhf_algos.pipeline.kinds import KINDS
 from rlhf_algos.pipeline.references import references_in
 from rlhf_data import BaseConfig, SettingsSource, UserError
 from rlhf_eval.gates import Gate
@@ -102,12 +102,6 @@ class PipelineConfig(BaseConfig):
             kind = stage.get("kind", name)
             given = ", ".join(words for key, words in source.given if name in key.split("."))
             place = f"{source.name} with {given}" if given else source.name
-            if kind in NOT_YET:
-                raise UserError(
-                    f"{place}: stages.{name}: stages of kind {kind} are not implemented; leave it out",
-                    code="kind_not_built",
-                    kind=kind,
-                )
             if kind not in KINDS:
                 raise UserError(
                     f"{place}: stages.{name} is of unknown kind {kind}; expected one of {', '.join(KINDS)}",

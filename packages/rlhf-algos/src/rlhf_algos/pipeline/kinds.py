@@ -12,15 +12,13 @@ from typing import Any
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.pipeline.references import Reference
 from rlhf_data import UserError, remove_folder
+from rlhf_models import CompressionSettings
 
 SETTINGS = "settings.json"
 """Settings of a stage, with paths in place of references; in its folder."""
 Command = Callable[[Path, dict[str, Any]], tuple[str, list[str]]]
 """Given a stage's folder and settings, the module that runs it and its arguments, which continue what an
 interrupted process left."""
-
-NOT_YET = ("compress",)
-"""Kinds that are planned and have no command."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +154,13 @@ def _refine(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
     return _sampling("refine", folder, unscored | settings)
 
 
+def _compress(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    given = {key: value for key, value in settings.items() if key != "rows"}
+    paths = ["--input", str(settings["rows"]), "--output", str(folder / "rows.jsonl")]
+    listed = options({"set": [f"{key}={json.dumps(value)}" for key, value in given.items()]})
+    return "rlhf_serve", ["compress", *paths, *listed]
+
+
 def _sampling(command: str, folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
     """A command of `rlhf-serve` that writes rows of completions."""
     given = {key: value for key, value in settings.items() if key != "prompts"}
@@ -214,6 +219,10 @@ _SERVE_KEYS = (
     *("model", "prompts", "rows", "max_tokens", "temperature", "reward_model", "n", "backend"),
     *("dtype", "device", "chat_template", "draft", "draft_model"),
 )
+_COMPRESS_KEYS = (
+    *("rows", "model", "text_key", "question_key", "protect", "batch_size", "dtype", "device"),
+    *CompressionSettings.model_fields,
+)
 LM_EVAL_OPTIONS = ("num_fewshot", "limit", "gen_kwargs", "include_path", "seed")
 """Settings of a stage of kind lm_eval that are lm-eval's options."""
 FILTERS = ("pairs", "sft", "kto")
@@ -245,6 +254,15 @@ def _check_serve(settings: dict[str, Any], where: str) -> None:
             code="invalid_value",
             key="n",
         )
+
+
+def _check_compress(settings: dict[str, Any], where: str) -> None:
+    given = {key: value for key, value in settings.items() if key in CompressionSettings.model_fields}
+    try:
+        CompressionSettings.from_dict(given, where).check(asked=bool(settings.get("question_key")))
+    except UserError as error:
+        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        raise UserError(said, code=error.code, **error.fields) from error
 
 
 def _method_check(method: str) -> Callable[[dict[str, Any], str], Any]:
@@ -284,6 +302,13 @@ KINDS: dict[str, StageKind] = {
         required=("prompts", "model"),
         allowed=_REFINE_KEYS,
         seed="sampling_seed",
+    ),
+    "compress": StageKind(
+        *(_compress, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("rows", "model"),
+        allowed=_COMPRESS_KEYS,
+        check=_check_compress,
+        packages={"rlhf_serve": "rlhf-serve"},
     ),
     "score": StageKind(
         *(_step("score"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),

@@ -8,15 +8,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field
 
-from rlhf_data import BaseConfig, UserError, atomic_folder, atomic_write_json
+from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.compression.budget import LONGEST_UNIT, keep_best, protection, sentence_numbers
 from rlhf_models.compression.scores import contrasts, question_likelihoods, surprisals
+from rlhf_models.compression.settings import CompressionSettings
 from rlhf_models.language_model.dropout import evaluating
 from rlhf_models.language_model.encoding import encode_completion
 from rlhf_models.language_model.head import causal_lm
@@ -29,26 +29,6 @@ _WINDOW = 2048
 """Tokens that a model without a limit of its own reads at once."""
 
 Span = tuple[int, int]
-
-
-class CompressionSettings(BaseConfig):
-    """How a `ContextCompressor` chooses, and how much it keeps."""
-
-    method: Literal["surprisal", "question", "contrastive"] = "question"
-    """surprisal: what the model predicts worst. question: what makes the question likeliest. contrastive:
-    what the question makes likelier than it is by itself."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens to keep at most."""
-    ratio: float | None = Field(default=None, ge=1)
-    """Keep one in `ratio` tokens, rounded down; exactly one of this and max_tokens."""
-    units: Literal["sentence", "token"] = "sentence"
-    """What is ranked: whole sentences, the last of which is cut to fit, or tokens by themselves."""
-    keep_first: int = Field(default=0, ge=0)
-    """First tokens of a text, which are kept."""
-    keep_last: int = Field(default=0, ge=0)
-    """Last tokens of a text, which are kept."""
-    batch_tokens: int | None = Field(default=16384, ge=1)
-    """Tokens of one forward pass, shared prefixes counted once; null for all texts at once."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +76,7 @@ class ContextCompressor:
 
     def __init__(self, model: Any, tokenizer: Any, **settings: Any) -> None:
         self.settings = CompressionSettings.from_dict(settings, "the compressor's settings")
-        if (self.settings.max_tokens is None) == (self.settings.ratio is None):
-            raise UserError(
-                "a compressor needs either max_tokens or ratio; give one of them",
-                code="invalid_value",
-                key="max_tokens",
-            )
-        if self.settings.units == "token" and self.settings.method == "question":
-            raise UserError(
-                'method "question" scores whole sentences; take units "sentence" or method "contrastive"',
-                code="invalid_value",
-                key="units",
-            )
+        self.settings.check()
         check_tokenizer_fits(causal_lm(model).config, tokenizer)
         with evaluating(model):
             check_packing(prepare_for_packing(model))
