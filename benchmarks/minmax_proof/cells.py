@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -19,6 +20,8 @@ from rlhf_eval import stats
 
 Play = Callable[..., dict[str, Any]]
 _PACKAGES = ("rlhf-minmax", "rlhf-algos", "torch", "transformers", "peft")
+_LONGEST_NAME = 150
+"""Letters; file systems allow 255 bytes."""
 
 
 def play_cells(play: Play, waves: Sequence[Sequence[tuple[Any, ...]]], work: Path, workers: int) -> list[Any]:
@@ -42,10 +45,20 @@ def play_cells(play: Play, waves: Sequence[Sequence[tuple[Any, ...]]], work: Pat
     return [found[cell] for wave in waves for cell in wave]
 
 
+def name_of(cell: Sequence[Any]) -> str:
+    """A name for files of a cell; long ones end in a hash."""
+    name = "-".join(map(str, cell))
+    return (
+        name
+        if len(name) <= _LONGEST_NAME
+        else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    )
+
+
 def _cell(play: Play, cell: tuple[Any, ...], work: Path) -> dict[str, Any]:
     import torch
 
-    path = work / f"{'-'.join(map(str, cell))}.json"
+    path = work / f"{name_of(cell)}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(1)

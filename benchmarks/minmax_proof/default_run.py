@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cells import play_cells, provenance, summary
+from cells import name_of, play_cells, provenance, summary
 
 from rlhf_data import RunFolder, atomic_write_json
 
@@ -42,7 +42,7 @@ def play(seed: int, *settings_and_work: Any) -> dict[str, Any]:
     """One run of the command, with settings that are not the default; see `cells.play_cells`."""
     *settings, work = settings_and_work
     options = ["--seed", str(seed), "--no-baseline", *(f"--set={setting}" for setting in settings)]
-    return run(options, work / "-".join(["run", str(seed), *settings]), work)
+    return run(options, work / f"run-{name_of([seed, *settings])}", work)
 
 
 def run(options: Sequence[str], folder: Path, work: Path) -> dict[str, Any]:
