@@ -50,11 +50,9 @@ def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
         METHODS["grpo"].resolve(other | {"distributed": {}})
 
 
-def test_several_training_processes_have_no_reward_workers(monkeypatch: pytest.MonkeyPatch):
+def test_several_training_processes_have_workers_of_both_kinds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    METHODS["grpo"].resolve({"distributed": {}, "fsdp": True})
-    with pytest.raises(UserError, match="2 training processes"):
-        METHODS["grpo"].resolve({"distributed": {"reward_workers": 1}})
+    METHODS["grpo"].resolve({"distributed": {"reward_workers": 1}, "fsdp": True})
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -151,8 +151,8 @@ def test_a_killed_process_changes_nothing(tmp_path: Path, run_processes: Callabl
 
 @pytest.mark.usefixtures("ray_installed")
 @pytest.mark.slow
-def test_with_rollout_workers_the_bytes_are_those_without(tmp_path: Path, run_processes: Callable[..., str]):
-    """The first process, which drives the workers, is killed."""
+def test_with_workers_the_bytes_are_those_without(tmp_path: Path, run_processes: Callable[..., str]):
+    """Two sample and one scores.  The first process, which drives them, is killed."""
     run_processes(["-m", "rlhf_train", *_arguments("grpo", tmp_path / "torchrun", **_SAMPLED)])
     process = _started("grpo", tmp_path, workers=2, **_SAMPLED)
     _kill_one(process, tmp_path, after=8)
@@ -192,7 +192,7 @@ def _arguments(method: str, folder: Path, **settings: Any) -> list[str]:
 
 def _started(method: str, folder: Path, *, workers: int = 0, **settings: Any) -> subprocess.Popen[bytes]:
     arguments = _arguments(method, folder / "run", **settings)
-    cluster = f"{_TWO}, rollout_workers: {workers}" if workers else _TWO
+    cluster = f"{_TWO}, rollout_workers: {workers}, reward_workers: 1" if workers else _TWO
     arguments += ["--set", f"distributed={{{cluster}}}"]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(

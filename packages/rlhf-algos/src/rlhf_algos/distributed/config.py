@@ -123,10 +123,10 @@ class DistributedConfig(ClusterConfig):
 
     @model_validator(mode="after")
     def _someone_works(self) -> Self:
-        if self.trainer_workers and self.reward_workers:
+        if self.reward_workers and not self.rollout_workers:
             raise ValueError(
-                "trainer_workers is set together with reward_workers, which serve one training process; "
-                "several score in these themselves: set reward_workers to 0"
+                "reward_workers score what rollout workers sample, and rollout_workers is 0; set it too, or "
+                "leave reward_workers out"
             )
         if not (self.trainer_workers or self.rollout_workers):
             raise ValueError("rollout_workers and trainer_workers are 0; set one, or leave distributed out")

@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from rlhf_algos.distributed.controller import Controller
+from rlhf_algos.distributed.scoring import RewardFacts, RewardSetup
 from rlhf_algos.process_group import init_process_group, is_main_process, rank, world_size
 from rlhf_data import PromptExample, UserError
-from rlhf_infer import Measured, Rollout, SamplingParams
+from rlhf_infer import Measured, Rollout, Samples, SamplingParams
 
 T = TypeVar("T")
 _LONGEST = timedelta(days=7)
@@ -67,9 +68,24 @@ class SharedController:
         self._first(lambda: self._controller.begin(step, every, n, params))
 
     def finish(self, step: int) -> tuple[list[list[Rollout]], list[Measured] | None]:
-        """See `Controller.finish`; this process's share, which it scores itself."""
-        groups, _ = self._first(lambda: self._controller.finish(step))
-        return groups[rank() :: world_size()], None
+        """See `Controller.finish`; this process's share, with what reward functions logged for the first."""
+        groups, measured = self._first(lambda: self._controller.finish(step))
+        own = groups[rank() :: world_size()]
+        return own, None if measured is None else shares(measured, len(groups), world_size())[rank()]
+
+    def load_rewards(self, setup: RewardSetup) -> RewardFacts:
+        """See `Controller.load_rewards`."""
+        return self._first(lambda: self._controller.load_rewards(setup))
+
+    def measure(self, batches: Sequence[Samples]) -> list[Measured]:
+        """See `Controller.measure`; each process gives its own batches, perhaps none."""
+        import torch.distributed as dist
+
+        parts: list[Any] = [None] * world_size()
+        dist.all_gather_object(parts, list(batches), group=self._group)
+        every = self._first(lambda: self._controller.measure([each for part in parts for each in part]))
+        start = sum(map(len, parts[: rank()]))
+        return every[start : start + len(batches)]
 
     def settle(self) -> None:
         """See `Controller.settle`."""
@@ -118,3 +134,28 @@ class SharedController:
         dist.all_gather_object(parts, list(own), group=self._group)
         turns = range(max(map(len, parts)))
         return [(at, part[turn]) for turn in turns for at, part in enumerate(parts) if turn < len(part)]
+
+
+def shares(measured: Sequence[Measured], prompts: int, processes: int) -> list[list[Measured]]:
+    """What reward functions gave for a step, dealt out as its prompts are, a part for each prompt.
+
+    What they logged is the first process's, which writes the metrics.
+
+    Args:
+        measured: of batches of whole groups, in the order of the prompts.
+        prompts: of the step, all with as many completions.
+        processes: that share them.
+    """
+    size = sum(len(each.rows[0]) for each in measured) // prompts
+    found: list[list[Measured]] = [[] for _ in range(processes)]
+    number = 0
+    for batch in measured:
+        for at in range(0, len(batch.rows[0]), size):
+            rows = [row[at : at + size] for row in batch.rows]
+            extras = {name: values[at : at + size] for name, values in batch.extras.items()}
+            found[number % processes].append(Measured(rows, {}, extras))
+            number += 1
+    for batch in measured:
+        for name, values in batch.metrics.items():
+            found[0][0].metrics.setdefault(name, []).extend(values)
+    return found

@@ -12,7 +12,6 @@ from rlhf_algos.distributed.config import (
     ClusterConfig,
     DistributedConfig,
     check_not_quantised,
-    check_one_trainer,
     samplers,
 )
 from rlhf_data import BaseConfig, LocalPath, ModelPath, Strings
@@ -280,8 +279,6 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
         if self.speculation:  # a prompt may come to another worker in the next epoch
             raise ValueError("speculation does not go with rollout workers; leave out one of them")
         check_not_quantised(self)
-        if workers.reward_workers:
-            check_one_trainer("reward workers")
 
 
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {

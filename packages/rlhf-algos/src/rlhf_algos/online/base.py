@@ -220,8 +220,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         )
         width = len(self.rewards.names) + 4
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
-        if completions:
-            scores = step_scores(self, completions, n, measured)
+        scores = step_scores(self, completions, n, measured)
+        if scores is not None:
             self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])

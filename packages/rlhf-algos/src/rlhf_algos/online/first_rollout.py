@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
-from rlhf_algos.online.rollouts import completions_of
+from rlhf_algos.online.rollouts import column_names, completions_of, samples_of
 from rlhf_data import PromptExample, as_completion
-from rlhf_infer import RewardScores
+from rlhf_infer import Samples
 from rlhf_models import context_length
 
 if TYPE_CHECKING:
@@ -35,15 +35,17 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     prompts = next(steps_of(trainer.examples, order, range(0, count, count), parallel))
     rollouts = trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(0))
     own = prompts[parallel.rank :: parallel.world_size]
+    groups, references = _references(trainer, own)
+    scored = [samples_of(completions_of(own, rollouts, trainer.tokenizer), 0), *references] if own else []
+    remembered = trainer.rewards.state()
+    measured = trainer.rewards.measure(scored)  # once in every process: they may share reward workers
+    trainer.rewards.load_state(remembered)
     if not own:
         return []
-    remembered = trainer.rewards.state()
-    completions = completions_of(own, rollouts, trainer.tokenizer)
-    texts = [each.text for each in completions]
-    ids = [each.rollout.completion_ids for each in completions]
-    scores = _rewards(trainer, [p for p in own for _ in range(config.num_generations)], texts, ids)
-    references = _references(trainer, own)
-    trainer.rewards.load_state(remembered)
+    scores, *known = (
+        trainer.rewards.joined([part], samples) for part, samples in zip(measured, scored, strict=True)
+    )
+    references = ReferenceRewards(groups, *(each.total for each in known)) if known else None
     found = preflight(
         rollouts,
         scores,
@@ -56,24 +58,8 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     return [*found, *repeated_prompts(rollouts, config.max_tokens_per_batch)]
 
 
-def _rewards(
-    trainer: OnlineTrainer,
-    prompts: Sequence[PromptExample],
-    texts: Sequence[Any],
-    ids: Sequence[Sequence[int]],
-) -> RewardScores:
-    columns = {name for prompt in prompts for name in prompt.columns}
-    return trainer.rewards(
-        [prompt.prompt for prompt in prompts],
-        texts,
-        completion_ids=ids,
-        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in columns},
-        step=0,
-    )
-
-
-def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> ReferenceRewards | None:
-    """Rewards of the rows' own answers, each after its prompt and after another row's."""
+def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> tuple[list[int], list[Samples]]:
+    """The rows' own answers, each after its prompt and after another row's; and which rows have one."""
     names = [*_REFERENCES, *(["answer"] if set(trainer.rewards.names) <= set(_VERIFIABLE) else [])]
     found = [
         (at, next((p.columns[name] for name in names if isinstance(p.columns.get(name), str)), None))
@@ -82,14 +68,14 @@ def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> Ref
     known = {at: trainer.tokenizer.encode(text, add_special_tokens=False) for at, text in found if text}
     groups = _fitting(trainer, prompts, known)
     if len(groups) < 2:
-        return None
+        return [], []
     own = [prompts[at] for at in groups]
     texts = [as_completion(prompts[at].prompt, str(found[at][1])) for at in groups]
     ids = [known[at] for at in groups]
+    columns = {name: [each.columns.get(name) for each in own] for name in column_names(own)}
+    asked = [each.prompt for each in own]
     turned = [texts[-1], *texts[:-1]], [ids[-1], *ids[:-1]]
-    return ReferenceRewards(
-        groups, _rewards(trainer, own, texts, ids).total, _rewards(trainer, own, *turned).total
-    )
+    return groups, [Samples(asked, *answers, columns, 0) for answers in ((texts, ids), turned)]
 
 
 def _fitting(

@@ -159,17 +159,18 @@ def prompts_together(trainer: Any) -> int | None:
 
 def step_scores(
     trainer: Any, completions: Sequence[Completion], n: int, measured: Sequence[Measured] | None
-) -> RewardScores:
+) -> RewardScores | None:
     """Rewards of this process's completions of a step, in the batches that are scored together.
 
-    `measured` is what reward functions gave for these batches, where that is known.
+    Every process must call it, also without completions, of which the scores are None.  `measured` is what
+    reward functions gave for these batches, where that is known.
     """
     samples = samples_of(completions, trainer.step)
     if measured is None:
         together = prompts_together(trainer)
         size = len(completions) if together is None else n * together
-        measured = trainer.rewards.measure(in_parts(samples, size))
-    return trainer.rewards.joined(measured, samples)
+        measured = trainer.rewards.measure(in_parts(samples, max(size, 1)))
+    return trainer.rewards.joined(measured, samples) if completions else None
 
 
 def step_rollouts(
