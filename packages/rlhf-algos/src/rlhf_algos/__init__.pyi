@@ -35,13 +35,13 @@ from rlhf_algos.configs.trainer import TrainerConfig as TrainerConfig
 from rlhf_algos.distributed.config import ClusterConfig as ClusterConfig
 from rlhf_algos.distributed.config import DistributedConfig as DistributedConfig
 from rlhf_algos.distributed.config import check_not_quantised as check_not_quantised
-from rlhf_algos.distributed.config import check_one_trainer as check_one_trainer
 from rlhf_algos.distributed.config import check_reachable as check_reachable
 from rlhf_algos.distributed.config import require_ray as require_ray
 from rlhf_algos.distributed.config import samplers as samplers
 from rlhf_algos.distributed.config import told_to as told_to
 from rlhf_algos.distributed.config import trainers as trainers
 from rlhf_algos.distributed.controller import Controller as Controller
+from rlhf_algos.distributed.shared import SharedController as SharedController
 from rlhf_algos.distributed.training import run_trainers as run_trainers
 from rlhf_algos.distributed.worker import EngineSetup as EngineSetup
 from rlhf_algos.distributed.worker import WorkerRole as WorkerRole

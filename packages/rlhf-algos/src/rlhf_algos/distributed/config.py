@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_algos.process_group import world_size
 from rlhf_data import BaseConfig, RunFolder, UserError
 
 WORKERS = "workers.jsonl"
@@ -176,19 +175,6 @@ def check_not_quantised(settings: BaseConfig) -> None:
                 f"{key} is set, and rollout workers cannot follow quantised weights; leave it or "
                 "distributed.rollout_workers out"
             )
-
-
-def check_one_trainer(what: str) -> None:
-    """Refuse several training processes for something that serves one.
-
-    Raises:
-        ValueError: there are several.
-    """
-    if world_size() > 1:
-        raise ValueError(
-            f"there are {world_size()} training processes, and {what} serve one; start the training without "
-            "torchrun, or leave distributed out"
-        )
 
 
 def check_reachable(config: ClusterConfig) -> None:

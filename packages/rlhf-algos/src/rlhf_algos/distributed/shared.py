@@ -62,6 +62,12 @@ class SharedController:
         groups = self._first(lambda: self._controller.generate(ids, n, params, first=first))
         return [group for (owner, _), group in zip(every, groups, strict=True) if owner == rank()]
 
+    def sample_as(
+        self, role: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        """See `Controller.sample_as`; all processes give all prompts, and get all completions."""
+        return self._first(lambda: self._controller.sample_as(role, prompts, n, params))
+
     def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         """See `Controller.begin`; the prompts are those of all processes, each of which builds its own."""
         every = [prompt for _, prompt in self._dealt(prompts[rank() :: world_size()])]

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_algos import DistributedConfig, check_not_quantised, check_one_trainer, samplers
+from rlhf_algos import DistributedConfig, check_not_quantised, samplers
 from rlhf_data import (
     BaseConfig,
     ModelPath,
@@ -293,15 +293,14 @@ class MinMaxConfig(BaseConfig):
                 "distributed.reward_workers is above 0, but minmax scores in the training process; set it "
                 "to 0"
             )
-        if self.distributed.trainer_workers or self.training.is_sharded:
+        if self.training.is_sharded:
             raise ValueError(
-                "distributed.rollout_workers is above 0 together with distributed.trainer_workers, "
-                "training.fsdp or training.deepspeed, but the rollout workers of minmax serve one training "
-                "process; set it to 0"
+                "distributed.rollout_workers is above 0 together with training.fsdp or training.deepspeed, "
+                "but the rollout workers of minmax follow players that are whole in each training process; "
+                "set it to 0"
             )
         for section in (self.policy_model, self.monitor_model):
             check_not_quantised(section)
-        check_one_trainer("the rollout workers of minmax")
         return self
 
     @model_validator(mode="after")

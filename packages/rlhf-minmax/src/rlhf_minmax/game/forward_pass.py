@@ -354,7 +354,7 @@ class MinMaxPipeline:
     def _generate(
         self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: PlayerConfig
     ) -> list[list[Rollout]]:
-        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in shard(prompts)]
+        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in prompts]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
         if self.workers is not None:
             return self.workers.generate(player, ids, n, params)
@@ -362,7 +362,7 @@ class MinMaxPipeline:
         sample = in_batches if self.shared is None else self.shared.generate
         with player.active() as model:
             engine = TransformersEngine(model, player.tokenizer, max_batch_tokens=training.max_kv_tokens)
-            return all_gather(sample(engine, ids, n, params, training.prompts_per_batch))
+            return all_gather(sample(engine, shard(ids), n, params, training.prompts_per_batch))
 
     def _read_critique(
         self, record: QARecord, answer: Answer, index: int, text: str, rollout: Rollout
