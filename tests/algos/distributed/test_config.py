@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_algos.distributed.config import DistributedConfig, check_reachable, require_ray
+from rlhf_algos.distributed.config import DistributedConfig, check_reachable, require_ray, started_cluster
 from rlhf_data import UserError
 
 
@@ -73,3 +74,16 @@ def test_a_cluster_that_nothing_answers_for_is_refused_at_once(monkeypatch: pyte
     monkeypatch.setenv("RAY_ADDRESS", address)
     with raises_error("cluster_unreachable", address=address):
         check_reachable(DistributedConfig())
+
+
+def test_auto_is_the_cluster_of_ray_start_if_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert started_cluster() is None
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray/ray_current_cluster").write_text(address)
+        assert started_cluster() == address
+    assert started_cluster() is None
+    (tmp_path / "ray/ray_current_cluster").write_text("nonsense")
+    assert started_cluster() is None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
+from rlhf_algos.pipeline import results
 from rlhf_algos.pipeline.config import PipelineConfig, Selection
 from rlhf_algos.pipeline.kinds import KINDS
 from rlhf_algos.pipeline.launch import launcher
@@ -218,12 +219,55 @@ def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_
         "promotes": "policy",
     }
     stages = {"data": DATA, "chosen": CHOSEN, "canary": canary}
+    (tmp_path / "canary.jsonl").write_text("")  # as the server begins it
+    assert run(stages).store.entries["canary"]["metrics"]["outcome"] == "inconclusive"
+    rate("canary.jsonl", 14, 6)
     first = run(stages)
     assert first.store.entries["canary"]["metrics"]["outcome"] == "inconclusive"
     assert "policy" not in first.store.current
     rate("canary.jsonl", 280, 120)
     again = run(stages)
     assert started(again) == ["canary"] and "policy" in again.store.current
+    rate("canary.jsonl", 280, 420)  # a verdict that changes takes the role away again
+    assert "policy" not in run(stages).store.held
+    assert not (tmp_path / "run/current/policy").is_symlink()
+
+
+def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gates promote to one role; a later run finds both results, or has the second to decide."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    link = tmp_path / "run/current/policy"
+    seen: list[str] = []
+    point = results._point
+
+    def watched(where: Path, target: str) -> None:
+        point(where, target)
+        seen.append(os.path.realpath(where))
+
+    monkeypatch.setattr(results, "_point", watched)
+    stages = {
+        "data": DATA,
+        "chosen": CHOSEN,
+        "labelled": LABELLED,
+        "first": {"kind": "gate", **gate(good, good)},
+        "gate": gate(good, good, "${labelled}"),
+    }
+    run(stages)
+    promoted = link.resolve()
+    assert "labelled" in json.loads((tmp_path / "run/pipeline.json").read_text())["stages"]
+    seen.clear()
+    before = (tmp_path / "run/pipeline.json").read_bytes()
+    again = run(stages)
+    assert started(again) == [] and set(seen) == {str(promoted)}
+    assert (tmp_path / "run/pipeline.json").read_bytes() == before
+    seen.clear()
+    rejected = run({**stages, "gate": gate(bad, good, "${data.sft}")})  # another candidate, a new verdict
+    assert rejected.store.entries["gate"]["decision"] == "rejected"
+    assert set(seen) == {str(promoted)} and link.resolve() == promoted
+    run({**stages, "first": {"kind": "gate", **gate(good, good, "${labelled}")}, "gate": gate(good, good)})
+    assert link.resolve() == again.root.joinpath(again.store.entries["chosen"]["folder"]).resolve()
 
 
 def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> None:

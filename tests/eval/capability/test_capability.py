@@ -70,7 +70,7 @@ def test_rows_of_files(tmp_path: Path) -> None:
         {"text": "some text"},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1]]))  # a repeated one counts once
     assert read_suite(path) == [
         Item("p", "choice", (" a", " b"), 1),
         Item("p", "written", checks={"equals": "x"}),

@@ -123,6 +123,8 @@ class GateVerdict:
     def reason(self) -> str:
         """One line: what was found, and what is missing."""
         against = "" if self.other_rows is None else f" against {self.other_rows} other ones"
+        if math.isnan(self.estimate):
+            return f"{self.metric}: {self.rows} rows{against} do not decide {self.condition}; both need some"
         found = (
             f"{self.metric}: {self.estimate:+.4g} [{self.low:+.4g}, {self.high:+.4g}] over {self.rows} rows"
             f"{against}"
@@ -134,9 +136,14 @@ class GateVerdict:
         }[self.outcome]
         more = ""
         if self.outcome == "inconclusive" and self.missing_rows is not None:
-            more = f"; about {self.missing_rows:,} more rows would, with a probability of {_POWER:.0%}"
+            more = (
+                f"; about {self.missing_rows:,} more rows would show it, with a probability of {_POWER:.0%}"
+            )
         elif self.outcome == "inconclusive" and self.too_few_others:
-            more = f"; no number would against {self.other_rows} other ones, so more of both are needed"
+            more = (
+                f"; no number of rows would show it against {self.other_rows} other ones, so more of both "
+                "are needed; more rows alone may show the contrary"
+            )
         elif self.outcome == "inconclusive":
             more = "; the estimate lies on the other side, so more rows like these would not show it"
         return f"{found} {said}{more}"
@@ -276,13 +283,17 @@ def _metric(gate: Gate, measured: Mapping[str, Scores], whose: str) -> Scores:
 
 def _judge(gate: Gate, compared: _Compared) -> GateVerdict:
     """Estimate, interval and uncorrected p-value; the outcome is settled after the correction."""
-    found = _interval(compared, gate, 1 - 2 * gate.alpha)
     difference = f"difference to {gate.against}" if gate.against else "mean"
     condition = (
         f"a loss to {gate.against} of less than {gate.margin:g}"
         if gate.margin is not None
         else f"a {difference} {gate.op} {gate.threshold:g}"
     )
+    other_rows = None if compared.old is None or compared.paired else len(compared.old)
+    if not len(compared.new) or other_rows == 0:
+        nothing = (math.nan, math.nan, math.nan, len(compared.new), None, 1.0)
+        return GateVerdict(gate.metric, condition, "inconclusive", *nothing, other_rows=other_rows)
+    found = _interval(compared, gate, 1 - 2 * gate.alpha)
     ends = sorted((gate.sign * found.low, gate.sign * found.high))
     missing, too_few_others = _missing(gate, compared, found)
     return GateVerdict(
@@ -293,7 +304,7 @@ def _judge(gate: Gate, compared: _Compared) -> GateVerdict:
         *(ends[0], ends[1], len(compared.new)),
         missing_rows=missing,
         p_value=_fail_p(gate, compared, found),
-        other_rows=None if compared.old is None or compared.paired else len(compared.old),
+        other_rows=other_rows,
         too_few_others=too_few_others,
     )
 

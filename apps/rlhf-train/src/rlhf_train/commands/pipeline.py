@@ -124,7 +124,7 @@ def _show(pipeline: Pipeline, console: Any) -> None:
         status = entry.get("decision") or entry.get("status", "")
         table.add_row(name, entry["kind"], status, entry.get("folder", ""))
     console.print(table)
-    for role, current in sorted(pipeline.store.current.items()):
+    for role, current in sorted(pipeline.store.held.items()):
         console.print(Text(f"current {role}: {pipeline.store.path(current.artefact)}", overflow="fold"))
     console.print(Text(f"written to {pipeline.root}; see {pipeline.root / 'pipeline.html'}", overflow="fold"))
 

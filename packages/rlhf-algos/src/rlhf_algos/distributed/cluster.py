@@ -18,6 +18,7 @@ from rlhf_algos.distributed.config import (
     check_reachable,
     cluster_unreachable,
     require_ray,
+    started_cluster,
 )
 from rlhf_data import UserError
 
@@ -96,20 +97,17 @@ class Connection(ABC):
         import ray
 
         address = self.settings.address
+        if address == "auto":  # Ray's own would also join a local cluster of another run, and end with it
+            address = os.environ.get("RAY_ADDRESS") or started_cluster() or "local"
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         try:
-            if address != "local":
-                try:
-                    ray.init(address, **quiet)
-                    _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
-                    return
-                except ConnectionError:
-                    if address != "auto" or os.environ.get("RAY_ADDRESS"):
-                        raise
-            self._start_local(quiet)
+            if address == "local":
+                self._start_local(quiet)
+            else:
+                ray.init(address, **quiet)
+                _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
         except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
-            where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-            raise cluster_unreachable(where, error) from error
+            raise cluster_unreachable(address, error) from error
 
     def _start_local(self, quiet: dict[str, Any]) -> None:
         """A cluster of this machine, which counts as having as many CPUs as the processes reserve."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -27,7 +29,7 @@ class ClusterConfig(BaseConfig):
     """A Ray cluster, and the training processes on it."""
 
     address: str = "auto"
-    """`auto`: the cluster of RAY_ADDRESS or of this machine, else a local one; `local`: a new one on this
+    """`auto`: the cluster of RAY_ADDRESS or of `ray start`, else a local one; `local`: a new one on this
     machine, closed at the end; or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."""
     trainer_workers: int = Field(default=0, ge=0)
     """Training processes on the cluster, which Ray Train starts as torchrun would; 0 trains in the process of
@@ -191,6 +193,18 @@ def check_reachable(config: ClusterConfig) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN).close()
     except OSError as error:
         raise cluster_unreachable(address, error) from error
+
+
+def started_cluster() -> str | None:
+    """The cluster that `ray start` has begun or joined on this machine last, if it answers."""
+    temp = os.environ.get("RAY_TMPDIR") or (sys.platform == "linux" and os.environ.get("TMPDIR")) or "/tmp"
+    try:
+        address = Path(temp, "ray", "ray_current_cluster").read_text(encoding="utf-8").strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN).close()
+    except (OSError, ValueError):
+        return None
+    return address
 
 
 def cluster_unreachable(address: str, error: Exception) -> UserError:

@@ -73,10 +73,10 @@ def scores_of(report: Path) -> Scores:
 
 
 def check_ratings(settings: Mapping[str, Any]) -> None:
-    """Refuse files of ratings among a gate's settings that hold none; other reports are passed over.
+    """Refuse files among a gate's settings that do not hold ratings; other reports are passed over.
 
     Raises:
-        UserError: a row has no label, or a file no row.
+        UserError: a row has no label.
     """
     for name in ("measured", *COMPARED_WITH):
         given = settings.get(name)
@@ -179,6 +179,8 @@ _READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def _ratings(path: Path) -> dict[str, float]:
     found: dict[str, float] = {}
+    if not path.stat().st_size:  # a server has begun it, and nobody has rated
+        return found
     for number, row in read_rows(path):
         if not isinstance(row.get("label"), bool):
             raise UserError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlhf_algos.pipeline.kinds import KINDS
 from rlhf_algos.pipeline.references import Digests, files_below
@@ -62,14 +62,30 @@ class Current:
         """As JSON values."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave."""
+        measured = tuple(Artefact(**each) for each in values["measured"])
+        return cls(Artefact(**values["artefact"]), values["stage"], measured)
+
 
 @dataclass
 class ResultStore:
-    """The folder of a pipeline."""
+    """The folder of a pipeline.
+
+    Attributes:
+        root: The folder.
+        entries: What the manifest says of stages.
+        current: What has each role as of the stage that is looked at, which references resolve to.
+        held: What has each role; a run that decides nothing anew leaves it alone.
+        promotions: Of each stage the last promotion, by a hash of what it promoted and why.
+    """
 
     root: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     current: dict[str, Current] = field(default_factory=dict)
+    held: dict[str, Current] = field(default_factory=dict)
+    promotions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.digests = Digests(self.root / ".digests.json")
@@ -106,6 +122,46 @@ class ResultStore:
                 code="damaged_file",
             ) from error
         return found if whole else None
+
+    def begin(self, model: Artefact | None) -> None:
+        """Forget what a run found, and read who has which role; `model` is the policy at the start."""
+        self.entries.clear()
+        self.current = {} if model is None else {"policy": Current(model)}
+        try:
+            manifest = self.read_manifest() or {}
+        except UserError:  # damaged; it is written again
+            manifest = {}
+        held = {role: Current.from_dict(each) for role, each in manifest.get("current", {}).items()}
+        first = {role: each for role, each in held.items() if each.stage is not None}
+        self.held = self.current | first
+        self.promotions = dict(manifest.get("promotions", {}))
+
+    def promote(self, role: str, current: Current, address: str) -> bool:
+        """Give a role to a stage's model, unless that was the stage's last promotion; whether it is given.
+
+        `address` is that of the stage's result, which says why.
+        """
+        assert current.stage is not None
+        why = json_hash([current.artefact.address, address])
+        if self.promotions.get(current.stage) == why:
+            return False
+        self.promotions[current.stage] = why
+        self.held[role] = current
+        return True
+
+    def withdraw(self, role: str, stage: str, artefact: Artefact) -> bool:
+        """Take a role from a model that the stage gave it to and now rejects; whether it had it.
+
+        The role goes to the model that has it without that stage, if any.
+        """
+        held = self.held.get(role)
+        if held is None or (held.stage, held.artefact) != (stage, artefact):
+            return False
+        del self.held[role]
+        self.promotions.pop(stage, None)
+        if role in self.current:
+            self.held[role] = self.current[role]
+        return True
 
     def set_aside(self, folder: Path, address: str) -> Path | None:
         """Rename a folder whose stage would take what lies there for its own work.
@@ -160,13 +216,14 @@ class ResultStore:
     def write_manifest(self, config: Mapping[str, Any], order: Sequence[str]) -> None:
         """Write `pipeline.json`: what every stage is made of, what it left, what is current; no times."""
         stages = {name: self.entries[name] for name in order if name in self.entries}
-        current = {role: each.to_dict() for role, each in sorted(self.current.items())}
+        current = {role: each.to_dict() for role, each in sorted(self.held.items())}
         manifest = {
             "format": _FORMAT,
             "config": json_hash(dict(config)),
             "versions": self.versions,
             "stages": stages,
             "current": current,
+            "promotions": self.promotions,
         }
         text = json.dumps(finite(manifest), sort_keys=True)
         try:
@@ -175,7 +232,10 @@ class ResultStore:
             same = False
         if not same:
             atomic_write_json(self.root / MANIFEST, finite(manifest))
-        for role, each in self.current.items():
+        for link in (self.root / "current").glob("*"):
+            if link.is_symlink() and link.name not in self.held:
+                link.unlink()
+        for role, each in self.held.items():
             _point(self.root / "current" / role, self.path(each.artefact))
 
     def read_manifest(self) -> dict[str, Any] | None:

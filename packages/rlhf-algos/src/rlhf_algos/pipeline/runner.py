@@ -178,10 +178,7 @@ class Pipeline:
         self._addresses.clear()
         self._undecided.clear()
         self._ended.clear()
-        self.store.entries.clear()
-        self.store.current.clear()
-        if (model := self.config.model) is not None:
-            self.store.current["policy"] = Current(self._outside(model))
+        self.store.begin(None if self.config.model is None else self._outside(self.config.model))
 
     def _visit(self, stage: Stage, selected: bool) -> None:
         entry: dict[str, Any] = {"kind": stage.kind}
@@ -271,13 +268,16 @@ class Pipeline:
         if stage.promotes is not None:
             self._undecided.pop(stage.promotes, None)
             measured = self._artefacts(stage.config["measured"]) if stage.kind == "gate" else ()
-            self.store.current[stage.promotes] = Current(artefact, stage.name, measured)
-            self.on_event("promoted", stage.name, f"{stage.promotes} is now {artefact.path}")
+            self.store.current[stage.promotes] = current = Current(artefact, stage.name, measured)
+            if self._running and self.store.promote(stage.promotes, current, planned.address):
+                self.on_event("promoted", stage.name, f"{stage.promotes} is now {artefact.path}")
 
     def _reject(self, planned: Planned, candidate: Artefact, verdict: dict[str, Any]) -> None:
         stage = planned.stage
         if self._running:
             self.store.reject(stage.name, planned.address, verdict, candidate)
+            if stage.promotes and self.store.withdraw(stage.promotes, stage.name, candidate):
+                self.on_event("withdrawn", stage.name, f"{stage.promotes} is no longer {candidate.path}")
         self.on_event("rejected", stage.name, "; ".join(verdict["reasons"]))
         if stage.on_failure == "stop":
             self._ended.add(stage.loop or "")
