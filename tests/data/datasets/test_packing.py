@@ -77,6 +77,37 @@ def test_budget_is_kept_unless_one_sequence_is_longer() -> None:
         assert batch.num_tokens <= 9 or batch.num_sequences == 1
 
 
+def test_groups_stay_together_where_that_takes_no_further_batch() -> None:
+    """Four prompts of 5 tokens with four completions of 2 each, 13 tokens together.
+
+    A batch of 33 that is filled up takes two groups, and of the third its prompt and a completion: then the
+    next batch has to repeat that prompt.
+    """
+    groups = [[TokenSequence([p] * 5 + [10 + c] * 2, 5) for c in range(4)] for p in range(4)]
+    sequences = [each for group in groups for each in group]
+    assert [batch.num_tokens for batch in pack(sequences, 33)] == [26, 26]
+    assert [batch.num_tokens for batch in pack(sequences, 26)] == [26, 26]
+    # three batches are fewest for 25, so that prompts must be repeated: 13 + 5 + 3 * 2 is the most for one
+    sizes = [batch.num_tokens for batch in pack(sequences, 25)]
+    assert len(sizes) == 3 and sum(sizes) == 4 * 13 + 5
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("budget", [4, 9, 15, 33])
+def test_there_are_as_few_batches_as_if_each_was_filled_up_and_no_more_tokens(seed: int, budget: int) -> None:
+    ids = sorted(list(each.input_ids) for each in random_sequences(seed))
+    filled: list[int] = []
+    for before, now in zip([[], *ids], ids, strict=False):
+        shared = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
+        new = len(now) - (min(len(before), len(now)) if shared is None else shared)
+        if filled and filled[-1] + new <= budget:
+            filled[-1] += new
+        else:
+            filled.append(len(now))
+    sizes = [batch.num_tokens for batch in pack([TokenSequence(each, len(each)) for each in ids], budget)]
+    assert len(sizes) == len(filled) and sum(sizes) <= sum(filled)
+
+
 @pytest.mark.parametrize(
     ("sequence", "message"), [(TokenSequence([], 0), "0 tokens"), (TokenSequence([1], 2), "score_from 2")]
 )

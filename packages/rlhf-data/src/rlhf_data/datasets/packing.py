@@ -7,6 +7,7 @@ parent. Scoring such a stream gives what scoring each sequence by itself gives, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -131,7 +132,8 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> l
     """Pack sequences into prefix trees, cut into batches of at most `max_tokens` stream tokens.
 
     Shared prefixes of any depth are found by themselves. Sequences that share a prefix are neighbours, so a
-    cut repeats at most one prefix. A sequence longer than `max_tokens` gets its own batch.
+    cut repeats at most one prefix, and cuts fall where little is repeated. A sequence longer than
+    `max_tokens` gets its own batch.
 
     Args:
         sequences: the sequences; every one comes back exactly once, see `PackedBatch.sequence_ids`.
@@ -160,19 +162,37 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> l
 
 
 def _cut(ids: list[list[int]], order: list[int], max_tokens: int | None) -> list[list[int]]:
-    """Split the sorted order greedily so that each part packs into at most `max_tokens`."""
-    if max_tokens is None:
+    """Split the sorted order into parts that pack into at most `max_tokens` each.
+
+    There are as few parts as possible.  Each cut falls where the next part repeats the fewest tokens, as far
+    as the number of parts allows, and of such places at the last.
+    """
+    if max_tokens is None or not order:
         return [order] if order else []
-    parts: list[list[int]] = []
-    used = 0
-    for n, i in enumerate(order):
-        new = len(ids[i]) - (common_prefix(ids[order[n - 1]], ids[i]) if n else 0)
-        if not parts or used + new > max_tokens:
-            parts.append([])
-            used, new = 0, len(ids[i])
-        parts[-1].append(i)
-        used += new
-    return parts
+    repeated = [0, *(common_prefix(ids[a], ids[b]) for a, b in itertools.pairwise(order))]
+    added = [len(ids[i]) - shared for i, shared in zip(order, repeated, strict=True)]
+    before = [0, *itertools.accumulate(added)]
+
+    def fits(start: int, end: int) -> bool:
+        return end - start == 1 or repeated[start] + before[end] - before[start] <= max_tokens
+
+    starts = [len(order)]  # the earliest at which the last part can begin, the last two, ...
+    while starts[-1]:
+        start = starts[-1] - 1
+        while start and fits(start - 1, starts[-1]):
+            start -= 1
+        starts.append(start)
+    parts, start = list[list[int]](), 0
+    for least in starts[-2:0:-1]:
+        end = max(start + 1, least)
+        best = end
+        while end < len(order) and fits(start, end):
+            if repeated[end] <= repeated[best]:
+                best = end
+            end += 1
+        parts.append(order[start:best])
+        start = best
+    return [*parts, order[start:]]
 
 
 def _build(sequences: Sequence[TokenSequence], ids: list[list[int]], order: list[int]) -> PackedBatch:
