@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rlhf_algos.distributed.cluster import Cluster, TrainerCluster
@@ -151,20 +151,31 @@ class _Printed:
             self._at = file.tell()
 
 
+def _reason(error: BaseException, failures: Mapping[int, BaseException]) -> str:
+    """Why it gave up: a process that died, which the others' errors only follow from, or an error."""
+    dead = [rank for rank, failure in sorted(failures.items()) if "process has died" in str(failure)]
+    if dead:
+        return (
+            f"training process {dead[0]} died without an error: it was killed, had no memory left, or ended "
+            "itself, perhaps in a reward function"
+        )
+    lines = [line for line in str(next(iter(failures.values()), error)).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
 def _failure(error: BaseException, *, begun: bool) -> UserError:
     """The error where Ray Train gave up."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     for failure in failures.values():
         if isinstance(failure, UserError):
             return failure
-    lines = [line for line in str(next(iter(failures.values()), error)).splitlines() if line.strip()]
-    said = lines[-1].strip() if lines else type(error).__name__
+    said = _reason(error, failures)
     if not begun:
         return UserError(
             f"the training processes did not start: {said}; Ray's logs say more", code="not_started"
         )
     return UserError(
-        f"training processes were lost more often than distributed.max_trainer_failures allows, the last one "
-        f"with: {said}; Ray's logs say more",
+        f"training processes were lost more often than distributed.max_trainer_failures allows, at last: "
+        f"{said}; Ray's logs say more",
         code="too_many_losses",
     )
