@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -128,6 +128,24 @@ def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, WORKER]
         run_processes([*start, "play", own.parent, demo_cache, *settings, *together], processes=1)
         _assert_alike(two[2], _rows(own)[2])
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
+)
+def test_two_processes_have_rollout_workers(make_game, demo_cache, run_processes, tmp_path):
+    make_game()
+    settings = ("held_out.judge.kind=rule", "training.prompts_per_batch=1")
+    workers = "distributed={address: local, rollout_workers: 2, object_store_gb: 0.2}"
+    run_processes([WORKER, "play", tmp_path / "without", demo_cache, *settings])
+    run_processes([WORKER, "play", tmp_path / "with", demo_cache, *settings, workers])
+    without, found = (_rows(tmp_path / name / "2") for name in ("without", "with"))
+    assert len(without) == len(found) == 3
+    for mine, its in zip(without, found, strict=True):
+        _assert_alike(mine, its, tolerance=0)
+    events = [json.loads(line) for line in (tmp_path / "with/2/workers.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in events] == ["start", "ready", "ready"]
 
 
 @pytest.mark.proof
