@@ -233,6 +233,24 @@ def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_
     assert not (tmp_path / "run/current/policy").is_symlink()
 
 
+def test_a_promotion_that_is_withdrawn_gives_the_role_back(run: Any, tmp_path: Path) -> None:
+    """The second round's model is accepted, then rejected: the first round's has the role, not the start."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    base = {"data": DATA, "chosen": CHOSEN, "start": {"kind": "gate", **gate(good, good)}}
+    one = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 1.0}}
+    two = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    first = run({**base, "made": one, "canary": {"kind": "gate", **gate(good, good, "${made}")}})
+    promoted = first.store.held["policy"]
+    assert promoted.stage == "canary"
+    second = run({**base, "made": two, "canary": {"kind": "gate", **gate(good, good, "${made}")}})
+    assert second.store.held["policy"].artefact != promoted.artefact
+    withdrawn = run({**base, "made": two, "canary": {"kind": "gate", **gate(bad, good, "${made}")}})
+    assert withdrawn.store.held["policy"] == promoted
+    assert (tmp_path / "run/current/policy").resolve() == Path(
+        withdrawn.store.path(promoted.artefact)
+    ).resolve()
+
+
 def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

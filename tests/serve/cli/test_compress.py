@@ -50,7 +50,7 @@ def test_every_row_keeps_its_columns_and_a_text_of_exactly_the_tokens(
     for row, made in zip(ROWS, found, strict=True):
         one = by_hand.compress_text(row["story"], row["question"])
         tokens = len(tokenizer(row["story"], add_special_tokens=False)["input_ids"])
-        assert made == row | {"story": one.text, "compression": {"tokens": tokens, "kept": 7}}
+        assert made == row | {"story": one.text, "compression": {"story": {"tokens": tokens, "kept": 7}}}
     assert "5 texts" in result.stderr
 
 
@@ -78,6 +78,8 @@ def test_it_goes_on_where_it_stopped_and_not_after_another_input(
         ({}, (*ASKED, "--units", "token")),
         ({}, (*ASKED, "--protect", "")),
         ({}, (*ASKED, "--keep-first", "4", "--keep-last", "4")),  # more than the budget
+        ({"compression": 7}, ASKED),
+        ({"compression": "a text"}, (*ASKED, "--text-key", "compression")),
         ({"story": ""}, ASKED),
         ({"story": [{"role": "user", "content": "hi"}]}, ASKED),
         ({"question": None}, ASKED),

@@ -40,7 +40,20 @@ def compress(settings: CompressSettings) -> None:
 def _rows(settings: CompressSettings) -> list[dict[str, Any]]:
     """The rows of the input, whose columns are known to be texts."""
     found = []
+    if settings.text_key == _ADDED:
+        raise UserError(
+            f"text_key is {_ADDED}, the column with the numbers of tokens; rename the column",
+            code="invalid_value",
+            key="text_key",
+        )
     for number, row in read_rows(settings.input_path):
+        if not isinstance(row.get(_ADDED, {}), dict):
+            raise UserError(
+                f"{settings.input_path}, row {number}: it has a column {_ADDED} of its own, which would be "
+                "lost; rename that",
+                code="bad_row",
+                column=_ADDED,
+            )
         for key in (settings.text_key, settings.question_key):
             if key is not None and not (isinstance(row.get(key), str) and row[key].strip()):
                 what = "is missing" if key not in row else f"is {json.dumps(row[key])[:60]}"
@@ -74,11 +87,23 @@ def _compressed(
     texts = [row[settings.text_key] for row in rows]
     questions = None if settings.question_key is None else columns[settings.question_key]
     made = []
-    found = compressor.compress_texts(texts, questions, protect=settings.protect)
+    try:
+        found = compressor.compress_texts(texts, questions, protect=settings.protect)
+    except UserError:
+        for number, text in enumerate(texts, 1):  # which of them it is
+            asked = None if questions is None else questions[number - 1]
+            try:
+                compressor.compress_text(text, asked, protect=settings.protect)
+            except UserError as error:
+                raise UserError(
+                    f"number {number} of these: {error}", code=error.code, **error.fields
+                ) from error
+        raise
     for row, each in zip(rows, found, strict=True):
         kept = len(each.ids)
         before = round(kept * each.ratio)
-        added = {settings.text_key: each.text, _ADDED: {"tokens": before, "kept": kept}}
+        numbers = {**row.get(_ADDED, {}), settings.text_key: {"tokens": before, "kept": kept}}
+        added = {settings.text_key: each.text, _ADDED: numbers}
         made.append(([row | added], (before, kept)))
     return made
 

@@ -165,7 +165,7 @@ def _compress(**options: Any) -> None:
     """Shorten a text in every row to an exact number of its own tokens; an interrupted run continues.
 
     A language model says which sentences matter to the question in another column. The output has each row
-    with the shorter text and `compression`, its tokens before and after.
+    with the shorter text and, in `compression`, its tokens before and after.
     """
     exit_cleanly(lambda: _run("compress", "CompressSettings", options))
 

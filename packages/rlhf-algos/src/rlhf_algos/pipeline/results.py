@@ -78,14 +78,15 @@ class ResultStore:
         entries: What the manifest says of stages.
         current: What has each role as of the stage that is looked at, which references resolve to.
         held: What has each role; a run that decides nothing anew leaves it alone.
-        promotions: Of each stage the last promotion, by a hash of what it promoted and why.
+        promotions: Of each stage the last promotion: a hash of what it promoted and why, and who had the role
+            before.
     """
 
     root: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     current: dict[str, Current] = field(default_factory=dict)
     held: dict[str, Current] = field(default_factory=dict)
-    promotions: dict[str, str] = field(default_factory=dict)
+    promotions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.digests = Digests(self.root / ".digests.json")
@@ -143,24 +144,25 @@ class ResultStore:
         """
         assert current.stage is not None
         why = json_hash([current.artefact.address, address])
-        if self.promotions.get(current.stage) == why:
+        if self.promotions.get(current.stage, {}).get("of") == why:
             return False
-        self.promotions[current.stage] = why
+        before = self.held.get(role)
+        self.promotions[current.stage] = {"of": why, "before": before and before.to_dict()}
         self.held[role] = current
         return True
 
     def withdraw(self, role: str, stage: str, artefact: Artefact) -> bool:
         """Take a role from a model that the stage gave it to and now rejects; whether it had it.
 
-        The role goes to the model that has it without that stage, if any.
+        The role goes to what had it before, if anything had.
         """
         held = self.held.get(role)
         if held is None or (held.stage, held.artefact) != (stage, artefact):
             return False
         del self.held[role]
-        self.promotions.pop(stage, None)
-        if role in self.current:
-            self.held[role] = self.current[role]
+        before = self.promotions.pop(stage, {}).get("before")
+        if before is not None:
+            self.held[role] = Current.from_dict(before)
         return True
 
     def set_aside(self, folder: Path, address: str) -> Path | None:
