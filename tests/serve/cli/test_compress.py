@@ -54,6 +54,17 @@ def test_every_row_keeps_its_columns_and_a_text_of_exactly_the_tokens(
     assert "5 texts" in result.stderr
 
 
+def test_a_prompt_may_be_the_question(folders: Path, rows: Path, tmp_path: Path) -> None:
+    outputs = [tmp_path / "question.jsonl", tmp_path / "prompt.jsonl"]
+    assert run(folders, rows, outputs[0], *ASKED).exit_code == 0
+    rows.write_text(rows.read_text().replace('"question"', '"prompt"'))
+    result = run(folders, rows, outputs[1], "--question-key", "prompt", "--max-tokens", "7")
+    assert result.exit_code == 0, result.output
+    assert [row["story"] for row in read_lines(outputs[0])] == [
+        row["story"] for row in read_lines(outputs[1])
+    ]
+
+
 def test_it_goes_on_where_it_stopped_and_not_after_another_input(
     folders: Path, rows: Path, tmp_path: Path
 ) -> None:

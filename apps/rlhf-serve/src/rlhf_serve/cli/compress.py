@@ -84,8 +84,9 @@ def _compressed(
     columns: dict[str, list[Any]],
 ) -> list[tuple[list[dict[str, Any]], tuple[int, int]]]:
     """Each row with its shorter text, and the tokens of the text before and after."""
+    del columns  # without the prompts, which may be the texts or the questions
     texts = [row[settings.text_key] for row in rows]
-    questions = None if settings.question_key is None else columns[settings.question_key]
+    questions = None if settings.question_key is None else [row[settings.question_key] for row in rows]
     made = []
     try:
         found = compressor.compress_texts(texts, questions, protect=settings.protect)
