@@ -70,7 +70,7 @@ def test_rows_of_files(tmp_path: Path) -> None:
         {"text": "some text"},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1]]))  # a repeated one counts once
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_suite(path) == [
         Item("p", "choice", (" a", " b"), 1),
         Item("p", "written", checks={"equals": "x"}),
@@ -85,6 +85,12 @@ def test_rows_of_files(tmp_path: Path) -> None:
         path.write_text(json.dumps(row) + "\n")
         with raises_error(code):
             read_suite(path)
+
+
+def test_repeated_items_count_once_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    items = [Item("p", "written", checks={"equals": str(i)}) for i in (1, 2, 1, 1)]
+    assert CapabilityTester({"mine": items}).suites == {"mine": items[:2]}
+    assert "2 of 4" in caplog.text
 
 
 def test_an_unchanged_model_passes_and_noise_in_its_weights_fails(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from rlhf_data import UserError, check_text, json_hash, read_rows, row_place
 from rlhf_eval.evaluation import is_refusal
 
 How = Literal["choice", "written", "likelihood"]
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,12 @@ def read_suite(path: str | Path) -> list[Item]:
     """The items of a file of rows, each of which says by its columns how it is measured.
 
     `prompt, choices, answer` is a choice; `prompt, answer` asks for exactly that text; `prompt, checks` names
-    checks of instructions; `text` asks how likely a text is.  Rows that are repeated count once.
+    checks of instructions; `text` asks how likely a text is.
 
     Raises:
         UserError: the file cannot be read, or a row is none of these.
     """
-    items = [_item(row, row_place(str(path), number)) for number, row in read_rows(str(path))]
-    found = {item.id: item for item in items}
-    if len(found) < len(items):
-        _LOG.warning(
-            "%s: %d of %d rows are repeated and count once", path, len(items) - len(found), len(items)
-        )
-    return list(found.values())
+    return [_item(row, row_place(str(path), number)) for number, row in read_rows(str(path))]
 
 
 def _item(row: Mapping[str, Any], where: str) -> Item:

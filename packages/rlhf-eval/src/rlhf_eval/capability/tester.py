@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_eval.evaluation import Policy, prompt_ids
 from rlhf_eval.evaluation.written import Progress, no_progress
 from rlhf_eval.gates import Gate, GateVerdict, judge_gates, rows_to_find_drop
 
+_LOG = logging.getLogger(__name__)
 ITEMS = "items.jsonl"
 _MAX_TOKENS = 1 << 14
 _BATCH = 32
@@ -97,9 +99,7 @@ class CapabilityTester:
         alpha: float = 0.05,
     ) -> None:
         given = suites or {name: make(rows) for name, make in SUITES.items()}
-        self.suites = {
-            name: list({item.id: item for item in items}.values()) for name, items in given.items()
-        }
+        self.suites = {name: _once(name, items) for name, items in given.items()}
         self.max_new_tokens, self.margin, self.alpha = max_new_tokens, margin, alpha
 
     def run(self, policy: Policy, progress: Progress = no_progress) -> CapabilityReport:
@@ -172,6 +172,16 @@ class CapabilityTester:
             for group in engine.generate(prompts[start : start + _BATCH], 1, params):
                 texts.append(policy.tokenizer.decode(group[0].completion_ids, skip_special_tokens=True))
         return [{"score": item.score(text), "written": text} for item, text in zip(items, texts, strict=True)]
+
+
+def _once(suite: str, items: Sequence[Item]) -> list[Item]:
+    """A suite's items without repeated ones."""
+    found = list({item.id: item for item in items}.values())
+    if len(found) < len(items):
+        _LOG.warning(
+            "%s: %d of %d rows are repeated and count once", suite, len(items) - len(found), len(items)
+        )
+    return found
 
 
 def _chosen(policy: Policy, items: Sequence[Item]) -> list[dict[str, Any]]:
