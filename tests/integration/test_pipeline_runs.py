@@ -41,14 +41,9 @@ OTHER_KINDS: dict[str, Any] = {
     "kto": _training("kto"),
     "prm": {"config": {"train_data": "${data.prm}", "max_steps": 1, "per_device_train_batch_size": 4}},
     "compress": {
-        "config": {
-            "rows": "${data.prompts}",
-            "model": "${kto.final}",
-            "method": "surprisal",
-            "ratio": 2,
-        }
+        "config": {"rows": "${data.prompts}", "model": "${kto.final}", "method": "surprisal", "ratio": 2}
     },
-    "grpo": _training("prompts", **ONLINE) | {"after": ["compress"]},
+    "grpo": _training("prompts", **ONLINE),
     "ppo": _training("prompts", **ONLINE),
 }
 """One step of kinds of training that no other test runs as a stage; a game would take minutes."""
