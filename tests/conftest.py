@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import json
 import os
 import shutil
@@ -69,6 +70,12 @@ def build_hub_cache(home: Path, name: str, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(_REVISION)
+
+
+@pytest.fixture(scope="session")
+def ray_installed() -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip('ray is missing: pip install "rlhf-algos[ray]"')
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
 from ray_faults import started
-
-
-@pytest.fixture(scope="session")
-def ray_installed() -> None:
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip('ray is missing: pip install "rlhf-algos[ray]"')
 
 
 @pytest.fixture(scope="session")

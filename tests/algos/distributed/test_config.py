@@ -11,7 +11,13 @@ import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_algos.distributed.config import DistributedConfig, check_reachable, require_ray, started_cluster
+from rlhf_algos.distributed.config import (
+    DistributedConfig,
+    check_reachable,
+    require_ray,
+    samplers,
+    started_cluster,
+)
 from rlhf_data import UserError
 
 
@@ -53,7 +59,8 @@ def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
 
 def test_several_training_processes_have_workers_of_both_kinds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    METHODS["grpo"].resolve({"distributed": {"reward_workers": 1}, "fsdp": True})
+    found = samplers(METHODS["grpo"].resolve({"distributed": {"reward_workers": 2}, "fsdp": True}))
+    assert found is not None and (found.rollout_workers, found.reward_workers) == (1, 2)
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):

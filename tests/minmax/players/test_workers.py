@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,7 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
-)
+@pytest.mark.usefixtures("ray_installed")
 @pytest.mark.parametrize(
     "settings",
     [

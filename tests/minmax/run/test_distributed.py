@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -131,9 +131,7 @@ def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
-)
+@pytest.mark.usefixtures("ray_installed")
 def test_two_processes_have_rollout_workers(make_game, demo_cache, run_processes, tmp_path):
     make_game()
     settings = ("held_out.judge.kind=rule", "training.prompts_per_batch=1")

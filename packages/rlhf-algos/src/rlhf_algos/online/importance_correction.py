@@ -34,12 +34,12 @@ def with_correction(output: LossOutput, correction: SamplingCorrection | None) -
     """A loss that reports a correction too."""
     if correction is None:
         return output
-    means, lows, highs = (
-        {**output.means, **correction.means},
-        {**output.lows, **correction.lows},
-        correction.highs,
+    return replace(
+        output,
+        means={**output.means, **correction.means},
+        lows={**output.lows, **correction.lows},
+        highs={**output.highs, **correction.highs},
     )
-    return replace(output, means=means, lows=lows, highs={**output.highs, **highs})
 
 
 def sampling_correction(

@@ -155,18 +155,22 @@ def _refine(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _compress(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
-    given = {key: value for key, value in settings.items() if key != "rows"}
-    paths = ["--input", str(settings["rows"]), "--output", str(folder / "rows.jsonl")]
-    listed = options({"set": [f"{key}={json.dumps(value)}" for key, value in given.items()]})
-    return "rlhf_serve", ["compress", *paths, *listed]
+    given = dict(settings)
+    return _over_rows("compress", folder, given.pop("rows"), given)
 
 
 def _sampling(command: str, folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
     """A command of `rlhf-serve` that writes rows of completions."""
-    given = {key: value for key, value in settings.items() if key != "prompts"}
+    given = dict(settings)
+    prompts = given.pop("prompts")
     if isinstance(given.get("reward"), str):
         given["reward"] = [given["reward"]]
-    paths = ["--input", str(settings["prompts"]), "--output", str(folder / "rows.jsonl")]
+    return _over_rows(command, folder, prompts, given)
+
+
+def _over_rows(command: str, folder: Path, rows: Any, given: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """A command of `rlhf-serve` over a file of rows."""
+    paths = ["--input", str(rows), "--output", str(folder / "rows.jsonl")]
     listed = options({"set": [f"{key}={json.dumps(value)}" for key, value in given.items()]})
     return "rlhf_serve", [command, *paths, *listed]
 
@@ -258,11 +262,11 @@ def _check_serve(settings: dict[str, Any], where: str) -> None:
 
 def _check_compress(settings: dict[str, Any], where: str) -> None:
     given = {key: value for key, value in settings.items() if key in CompressionSettings.model_fields}
+    chosen = CompressionSettings.from_dict(given, where)
     try:
-        CompressionSettings.from_dict(given, where).check(asked=bool(settings.get("question_key")))
+        chosen.check(asked=bool(settings.get("question_key")))
     except UserError as error:
-        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
-        raise UserError(said, code=error.code, **error.fields) from error
+        raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
 
 
 def _method_check(method: str) -> Callable[[dict[str, Any], str], Any]:

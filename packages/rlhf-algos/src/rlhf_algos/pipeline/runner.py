@@ -277,10 +277,11 @@ class Pipeline:
         if self._running:
             self.store.reject(stage.name, planned.address, verdict, candidate)
             if stage.promotes and self.store.withdraw(stage.promotes, stage.name, candidate):
-                now = self.store.held.get(stage.promotes)
-                instead = f", but {now.artefact.path} again" if now else ""
-                words = f"{stage.promotes} is no longer {candidate.path}{instead}"
-                self.on_event("withdrawn", stage.name, words)
+                former = self.store.held.get(stage.promotes)
+                words = f"rolled back to {former.artefact.path}" if former else "left without a model"
+                self.on_event(
+                    "withdrawn", stage.name, f"{candidate.path} was promoted; {stage.promotes} is {words}"
+                )
         self.on_event("rejected", stage.name, "; ".join(verdict["reasons"]))
         if stage.on_failure == "stop":
             self._ended.add(stage.loop or "")

@@ -1,0 +1,162 @@
+"""Who has which role: gates that promote, reject and change their verdict, canaries, rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quick_pipelines import CHOSEN, DATA, LABELLED, gate, report, started
+from raises import raises_error
+from rlhf_algos.pipeline import results
+
+
+def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
+    run: Any, tmp_path: Path
+) -> None:
+    good, bad = [1.0] * 400, [1.0] * 200 + [0.0] * 200
+    before = report(tmp_path / "before", sums=good)
+    same, worse = report(tmp_path / "same", sums=good), report(tmp_path / "worse", sums=bad)
+    stages = {
+        "data": DATA,
+        "chosen": CHOSEN,
+        "first": {"kind": "gate", **gate(same, before)},
+        "labelled": LABELLED,
+        "second": {"kind": "gate", **gate(worse, before, "${labelled}", on_failure="rollback")},
+        "after": {"kind": "filter", "config": {"rows": "${current.policy}/rows.jsonl", "to": "sft"}},
+    }
+    pipeline = run(stages)
+    root, entries = tmp_path / "run", pipeline.store.entries
+    assert [entries[name]["decision"] for name in ("first", "second")] == ["accepted", "rejected"]
+    current = json.loads((root / "pipeline.json").read_text())["current"]["policy"]
+    assert current["stage"] == "first" and current["artefact"]["path"] == entries["chosen"]["folder"]
+    assert (root / "current/policy").resolve() == (root / entries["chosen"]["folder"]).resolve()
+    assert entries["after"]["inputs"] == {"${current.policy}": entries["chosen"]["address"]}
+    (reason,) = (root / "rejected").glob("second-*/reason.json")
+    assert json.loads(reason.read_text())["candidate"]["path"] == entries["labelled"]["folder"]
+    assert (root / entries["labelled"]["folder"] / "rows.jsonl").exists()  # rejected, and kept
+    (root / "current/policy").unlink()  # as a copy leaves it that follows links
+    shutil.copytree(root / entries["chosen"]["folder"], root / "current/policy")
+    with raises_error("not_a_link", path=str(root / "current/policy")):
+        run(stages)
+    shutil.rmtree(root / "current/policy")
+    stopped = run({**stages, "second": {**stages["second"], "on_failure": "stop"}})
+    assert stopped.stopped and stopped.store.entries["after"] == {"kind": "filter", "status": "skipped"}
+
+
+def test_an_open_gate_rejects_unless_it_is_told_to_accept(run: Any, tmp_path: Path) -> None:
+    start, few = report(tmp_path / "start", sums=[1, 0, 1, 0]), report(tmp_path / "few", sums=[1, 0, 0, 1])
+    stages = {"data": DATA, "chosen": CHOSEN, "gate": gate(few, start)}
+    assert run(stages).store.entries["gate"]["decision"] == "rejected"
+    (reason,) = (tmp_path / "run/rejected").glob("gate-*/reason.json")
+    assert json.loads(reason.read_text())["outcome"] == "inconclusive"
+    accepting = run({**stages, "gate": gate(few, start, on_inconclusive="accept")})
+    assert accepting.store.entries["gate"]["decision"] == "accepted"
+
+
+def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_path: Path) -> None:
+    def rate(name: str, liked: int, disliked: int) -> str:
+        rows = [{"prompt": "p", "completion": "c", "label": i < liked} for i in range(liked + disliked)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    known = rate("policy.jsonl", 700, 300)
+    canary = {
+        "kind": "gate",
+        "config": {"candidate": "${chosen}", "measured": rate("canary.jsonl", 14, 6), "start": known},
+        "gates": [{"metric": "rating", "against": "start", "margin": 0.1}],
+        "promotes": "policy",
+    }
+    stages = {"data": DATA, "chosen": CHOSEN, "canary": canary}
+    (tmp_path / "canary.jsonl").write_text("")  # as the server begins it
+    assert run(stages).store.entries["canary"]["metrics"]["outcome"] == "inconclusive"
+    rate("canary.jsonl", 14, 6)
+    first = run(stages)
+    assert first.store.entries["canary"]["metrics"]["outcome"] == "inconclusive"
+    assert "policy" not in first.store.current
+    rate("canary.jsonl", 280, 120)
+    again = run(stages)
+    assert started(again) == ["canary"] and "policy" in again.store.current
+    rate("canary.jsonl", 280, 420)  # a verdict that changes takes the role away again
+    assert "policy" not in run(stages).store.held
+    assert not (tmp_path / "run/current/policy").is_symlink()
+
+
+def test_a_promotion_that_is_withdrawn_gives_the_role_back(run: Any, tmp_path: Path) -> None:
+    """The second round's model is accepted, then rejected: the first round's has the role, not the start."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    base = {"data": DATA, "chosen": CHOSEN, "start": {"kind": "gate", **gate(good, good)}}
+    one = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 1.0}}
+    two = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    first = run({**base, "made": one, "canary": {"kind": "gate", **gate(good, good, "${made}")}})
+    promoted = first.store.held["policy"]
+    assert promoted.stage == "canary"
+    second = run({**base, "made": two, "canary": {"kind": "gate", **gate(good, good, "${made}")}})
+    assert second.store.held["policy"].artefact != promoted.artefact
+    withdrawn = run({**base, "made": two, "canary": {"kind": "gate", **gate(bad, good, "${made}")}})
+    assert withdrawn.store.held["policy"] == promoted
+    assert (tmp_path / "run/current/policy").resolve() == Path(
+        withdrawn.store.path(promoted.artefact)
+    ).resolve()
+
+
+def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gates promote to one role; a later run finds both results, or has the second to decide."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    link = tmp_path / "run/current/policy"
+    seen: list[str] = []
+    point = results._point
+
+    def watched(where: Path, target: str) -> None:
+        point(where, target)
+        seen.append(os.path.realpath(where))
+
+    monkeypatch.setattr(results, "_point", watched)
+    stages = {
+        "data": DATA,
+        "chosen": CHOSEN,
+        "labelled": LABELLED,
+        "first": {"kind": "gate", **gate(good, good)},
+        "gate": gate(good, good, "${labelled}"),
+    }
+    run(stages)
+    promoted = link.resolve()
+    assert "labelled" in json.loads((tmp_path / "run/pipeline.json").read_text())["stages"]
+    seen.clear()
+    before = (tmp_path / "run/pipeline.json").read_bytes()
+    again = run(stages)
+    assert started(again) == [] and set(seen) == {str(promoted)}
+    assert (tmp_path / "run/pipeline.json").read_bytes() == before
+    seen.clear()
+    rejected = run({**stages, "gate": gate(bad, good, "${data.sft}")})  # another candidate, a new verdict
+    assert rejected.store.entries["gate"]["decision"] == "rejected"
+    assert set(seen) == {str(promoted)} and link.resolve() == promoted
+    run({**stages, "first": {"kind": "gate", **gate(good, good, "${labelled}")}, "gate": gate(good, good)})
+    assert link.resolve() == again.root.joinpath(again.store.entries["chosen"]["folder"]).resolve()
+
+
+def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> None:
+    good = report(tmp_path / "good", sums=[1.0] * 400)
+    bad = report(tmp_path / "bad-2", sums=[0.0] * 400)
+    os.symlink(good, tmp_path / "bad-1")
+    os.symlink(bad, tmp_path / "bad-3")
+    drawn = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "min_score": "${round}"}}
+    drawn["config"]["min_score"] = -1
+    loop = {
+        "rounds": 3,
+        "stages": {
+            "drawn": {**drawn, "config": {**drawn["config"], "top_share": 1.0}},
+            "gate": gate(f"{tmp_path}/bad-${{round}}", good, "${drawn}"),
+        },
+    }
+    pipeline = run({"data": DATA, "loop": loop, "last": {**CHOSEN, "needs": ["loop-1-drawn"]}})
+    entries = pipeline.store.entries
+    assert [entries[f"loop-{i}-gate"].get("decision") for i in (1, 2, 3)] == ["accepted", "rejected", None]
+    assert entries["loop-3-drawn"]["status"] == "skipped" and entries["last"]["status"] == "done"
+    assert pipeline.store.current["policy"].stage == "loop-1-gate" and not pipeline.stopped
