@@ -285,4 +285,4 @@ def assert_everything_happens(folder: Path) -> None:
     for name in ("truthfulness", "kl"):
         assert len({row.get(f"dual/{name}/lambda") for row in played} - {None}) > 1, name
     assert any("eval_minmax/heldout_reward" in row for row in played)
-    assert all(results[block] for block in ("plain", "cross_play", "best_response"))
+    assert all(results[block] for block in ("plain", "cross_play", "best_response", "past_best_responses"))

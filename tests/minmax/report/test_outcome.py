@@ -68,6 +68,18 @@ def test_exploitability_over_the_steps(drawn):
     assert exploitability_panels([], {}) == []
 
 
+def test_best_responses_over_the_steps(drawn):
+    gains = ("policy/best_response_gain", "monitor/best_response_gain")
+    rows = [{"step": 8, gains[0]: 0.5, gains[1]: NAN}, {"step": 16, gains[0]: -0.25, gains[1]: 0.125}]
+    titles = exploitability_panels([], {"past_best_responses": rows})
+    assert titles == ["Best responses over the steps"]
+    assert lines_of(drawn[titles[0]][0]) == {
+        "policy": ([8.0, 16.0], [0.5, -0.25]),
+        "monitor": ([16.0], [0.125]),
+    }
+    assert exploitability_panels([], {"past_best_responses": None}) == []
+
+
 def test_cross_play_has_a_row_per_policy_and_writes_its_values(drawn):
     table = {
         "policy_steps": [0, 8],

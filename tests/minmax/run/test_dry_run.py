@@ -208,6 +208,9 @@ def test_tokens_of_all_updates() -> None:
     assert count(frozen["tokens in all"]) == 6 * p + 4 * (m + 2 * p)
     trained = rows("diagnostics.best_response_updates=4")
     assert count(trained["tokens of best-response probes"]) == 4 * (3 * m + 2 * p)
+    # 5 steps keep the players of steps 2 and 4, which are probed, too.
+    past = rows("diagnostics.best_response_updates=4", "diagnostics.cross_play_steps=2")
+    assert count(past["tokens of best-response probes"]) == 3 * 4 * (3 * m + 2 * p)
 
 
 def test_exploitability_is_told() -> None:

@@ -112,6 +112,16 @@ def test_memory_of_best_response_probes() -> None:
         assert probed["copies"] == plain["copies"] + 4 * size
 
 
+def test_probes_of_past_players_keep_both_players() -> None:
+    """Five past versions of two players, what a probe alone keeps, and both as they were at the end."""
+    model, more = tiny_model("llama"), "diagnostics.best_response_updates=2"
+    probed, both = (
+        memory(make(more, *past), model)["update"]["copies"]
+        for past in ((), ("diagnostics.cross_play_steps=5",))
+    )
+    assert both == probed + 4 * trained(tiny_model("llama")) * (2 * 5 + 2)
+
+
 def test_memory_of_a_critic() -> None:
     """w and b on hidden states of 32: 33 parameters, for each player that has one."""
     plain, one = memory(make(), tiny_model("llama")), "policy_model.baseline=critic"

@@ -164,6 +164,10 @@ def test_requests_and_cost_of_a_dry_run() -> None:
     for setting, more in (("best_response_updates=2", 112 + 32), ("cross_play_steps=2", 32)):
         row = dict(plan_run(make(*API, *sizes, f"diagnostics.{setting}"))["rows"])["judge requests"]
         assert row.endswith(f"{418 + more} in all"), setting
+    # Both: the probes also of two past pairs of players.
+    both = ("diagnostics.best_response_updates=2", "diagnostics.cross_play_steps=2")
+    row = dict(plan_run(make(*API, *sizes, *both))["rows"])["judge requests"]
+    assert row.endswith(f"{418 + 3 * (112 + 32) + 32} in all")
     # 418 completion tokens at 1000 per million: 0.418.
     priced = ("judge_model.prompt_price=0", "judge_model.completion_price=1000")
     rows = dict(plan_run(make(*API, *sizes, *priced))["rows"])

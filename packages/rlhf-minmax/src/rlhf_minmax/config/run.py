@@ -226,7 +226,10 @@ class DiagnosticsConfig(BaseConfig):
     sample_steps: int | None = Field(default=10, ge=1)
     """Write greedy exchanges on four held-out stories to samples.jsonl every N steps; null: never."""
     best_response_updates: int = Field(default=0, ge=0)
-    """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
+    """Rounds of updates of each player in the best-response probes; 0 leaves them out.
+
+    Probes are of the players at the end, and of those that `cross_play_steps` keeps.
+    """
     cross_play_steps: int | None = Field(default=None, ge=1)
     """Keep both players every N steps, at most five, to play each other at the end; null: no cross-play."""
 

@@ -13,7 +13,7 @@ from rlhf_minmax.evaluation.exploitability import best_response_probe, measure_e
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.stories import Stories
-from rlhf_minmax.players.past_players import PastPlayers
+from rlhf_minmax.players.past_players import PastPlayers, playing
 from rlhf_minmax.scorers.loading import HeldOut
 from rlhf_models import PolicyModel
 
@@ -55,7 +55,10 @@ def past_against_past(
 
 
 def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories) -> dict[str, float] | None:
-    """Gains of `diagnostics.best_response_updates` updates of either player; None if that is 0."""
+    """Gains of `diagnostics.best_response_updates` updates of either player; None if that is 0.
+
+    `multiplier` is the λ that was reached.
+    """
     config = pipeline.config
     if not config.diagnostics.best_response_updates:
         return None
@@ -72,6 +75,26 @@ def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories
             seed=config.seed,
         ).to_metrics()
     return found
+
+
+def past_best_responses(
+    pipeline: MinMaxPipeline,
+    past: Mapping[str, PastPlayers],
+    metrics: Sequence[Mapping[str, Any]],
+    stories: Stories,
+) -> list[dict[str, float]] | None:
+    """`best_responses` of the past players, rows with their `step`; None without probes or past players.
+
+    `metrics` are the rows of the run's steps, which have λ.
+    """
+    multipliers = {row["step"]: row["dual/lambda"] for row in metrics}
+    rows: list[dict[str, float]] = []
+    for policy, monitor in zip(past["policy"].members, past["monitor"].members, strict=True):
+        with playing(pipeline.players.policy, policy), playing(pipeline.players.monitor, monitor):
+            found = best_responses(pipeline, multipliers[policy.step], stories)
+        if found is not None:
+            rows.append({"step": policy.step, **found})
+    return rows or None
 
 
 def form_warnings(before: Metrics) -> list[str]:

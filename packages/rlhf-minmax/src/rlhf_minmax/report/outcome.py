@@ -109,6 +109,15 @@ def exploitability_panels(metrics: Rows, results: dict[str, Any]) -> list[Panel]
         panels.append(
             make_panel("Exploitability over the steps", caption, partial(_draw_gap, rows=rows, key=key))
         )
+    if probes := results.get("past_best_responses") or []:
+        caption = (
+            "What a few more updates of one player gain against the other one as it was at that step. Both "
+            "near 0: the players have settled. The monitor's alone above 0: the policy's value rests on a "
+            "weak monitor."
+        )
+        panels.append(
+            make_panel("Best responses over the steps", caption, partial(_draw_probes, rows=probes))
+        )
     return panels
 
 
@@ -136,6 +145,16 @@ def _draw_gap(axes: Axes, *, rows: Rows, key: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_ylabel("standard deviations")
     step_axis(axes)
+
+
+def _draw_probes(axes: Axes, *, rows: Rows) -> None:
+    for role, color, style, marker in (("policy", ORANGE, "-", "o"), ("monitor", BLUE, "--", "s")):
+        key = f"{role}/best_response_gain"
+        draw_line(axes, rows, key, color=color, linestyle=style, marker=marker, markersize=5, label=role)
+    axes.axhline(0, color=GREY, linewidth=1)
+    axes.set_ylabel("standard deviations")
+    step_axis(axes)
+    add_legend(axes, columns=2)
 
 
 def cross_play_panel(results: dict[str, Any]) -> Panel | None:

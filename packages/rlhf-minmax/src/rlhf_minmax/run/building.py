@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlhf_algos import few_threads_for_a_small_model, samplers, shards_weights
@@ -30,6 +30,8 @@ from rlhf_minmax.scorers.loading import (
     needs_held_out_reward,
 )
 from rlhf_models import DeviceManager
+
+_WITHOUT_MODEL = ("rule", "validator")
 
 
 @dataclass(frozen=True)
@@ -129,3 +131,15 @@ def _built_models(
     if needs_held_out_reward(config):
         demo = with_held_out_reward(demo, *built, seed=config.seed, progress=events.demo_step)
     return demo
+
+
+def model_names(config: MinMaxConfig, demo: DemoModels | None) -> dict[str, str | None]:
+    """Folder or hub name by role; the kind of a judge that has no model."""
+    built = {name: str(path) for name, path in asdict(demo).items() if path} if demo else {}
+    judge = config.judge_model
+    return {
+        "policy": config.policy_model.model_name or built.get("base"),
+        "monitor": config.monitor_model.model_name or built.get("base"),
+        "reward": config.reward_model.model_name or built.get("reward"),
+        "judge": judge.kind if judge.kind in _WITHOUT_MODEL else judge.model_name or built.get("judge"),
+    }

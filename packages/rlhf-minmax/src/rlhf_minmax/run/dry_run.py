@@ -293,7 +293,7 @@ def _token_rows(
     updates = training.monitor_updates_per_policy
     monitor = once * updates
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
-    probes = config.diagnostics.best_response_updates * (once * max(1, updates) + policy)
+    probes = _num_probes(config, steps) * (once * max(1, updates) + policy)
     total = steps * monitor + learning * policy + probes
     total += learning * policy if config.baseline else 0
     return [
@@ -303,6 +303,16 @@ def _token_rows(
         ("tokens in all", f"at most {total:,}"),
         *_exploitability_row(config, stories),
     ]
+
+
+def _num_probes(config: MinMaxConfig, steps: int) -> int:
+    """Rounds of best-response probes of each player: of the last players, and of the past ones kept."""
+    return config.diagnostics.best_response_updates * (1 + _num_past(config, steps))
+
+
+def _num_past(config: MinMaxConfig, steps: int) -> int:
+    every = config.diagnostics.cross_play_steps
+    return min(MOST, steps // every) if every else 0
 
 
 def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
@@ -330,10 +340,10 @@ def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str
     evaluated, probed = evaluations * held_out, min(config.data.probe_stories, count)
     exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
     besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed + evaluations * exploited
+    past = _num_past(config, steps)
     if rounds := config.diagnostics.best_response_updates:
-        besides += rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * held_out
-    if every := config.diagnostics.cross_play_steps:
-        besides += min(MOST, steps // every) ** 2 * held_out
+        besides += (1 + past) * (rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * held_out)
+    besides += past**2 * held_out
     requests = {
         "judge": (judged + fresh, steps * judged + learning * fresh + besides),
         "held-out judge": (0, evaluated + probed),

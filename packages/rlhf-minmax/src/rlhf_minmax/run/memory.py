@@ -93,7 +93,8 @@ def estimate_memory(
       `diagnostics.cross_play_steps`. Of sharded players each process has its part.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`. Keys and values of a
       generation: tokens held at a time x layers x 2 x key-value width.
-    - Best-response probes: the larger player's gradients and moments again, and a copy of it on the CPU.
+    - Best-response probes: the larger player's gradients and moments again, and a copy of it on the CPU; with
+      `diagnostics.cross_play_steps` also copies of both players where they are.
 
     Not covered: CUDA's context, Python and its libraries, and what `activation_bytes` leaves out.
 
@@ -212,6 +213,9 @@ class _Planned:
             role = max(("policy", "monitor"), key=lambda role: counts[role])
             held[self.place(role)].probed = counts[role]
             cpu.copies += counts[role]
+            if config.diagnostics.cross_play_steps:  # while past players play, the last ones wait
+                for each in ("policy", "monitor"):
+                    held[self.place(each)].copies += counts[each]
 
     def scorers(self, held: dict[torch.device, Held]) -> None:
         """Add scorers with a model here: as adapters on a player's backbone, or with their own weights."""

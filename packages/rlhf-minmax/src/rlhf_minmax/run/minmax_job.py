@@ -13,7 +13,7 @@ from rlhf_algos.process_group import barrier, broadcast, is_main_process, world_
 from rlhf_data import RunFolder, UserError, atomic_write_json, json_hash
 from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.demo.builder import DemoModels, missed_gates
+from rlhf_minmax.demo.builder import missed_gates
 from rlhf_minmax.evaluation.break_even import (
     BreakEven,
     ReadRates,
@@ -29,6 +29,7 @@ from rlhf_minmax.evaluation.measure_game import (
     form_warnings,
     measure_game,
     past_against_past,
+    past_best_responses,
     prompts_as_seen,
 )
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
@@ -38,7 +39,7 @@ from rlhf_minmax.game.user_rules import check_consistent
 from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.report.page import run_metrics, write_minmax_report
 from rlhf_minmax.report.panels import minmax_figure
-from rlhf_minmax.run.building import Game, build_game, with_workers
+from rlhf_minmax.run.building import Game, build_game, model_names, with_workers
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
@@ -62,7 +63,6 @@ _PACKAGES = (
 _SCALES = ("reward_scale", "judge_scale")
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
-_WITHOUT_MODEL = ("rule", "validator")
 _NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
 """Metrics measured at the start and the end only."""
 _CURVES = (
@@ -137,6 +137,7 @@ class MinMaxJob:
         samples += [row for row in self.run.read_lines("samples.jsonl") if "step" in row]
         samples += sample_exchanges(pipeline, shown, pipeline.players.policy, "minmax")
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
+        past_responses = past_best_responses(pipeline, trainer.past, self.run.read_metrics(), stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
         self._save_players(pipeline, "final")
@@ -148,6 +149,7 @@ class MinMaxJob:
             "after": after,
             "cross_play": table and asdict(table),
             "best_response": responses,
+            "past_best_responses": past_responses,
             "labels": {"stories": len(stories.train), "labelled": len(stories.labelled)},
             "findings": self._findings(trainer),
             "break_even": check.to_dict(),
@@ -157,7 +159,7 @@ class MinMaxJob:
             "num_tokens": trainer.num_tokens,
             "steps": trainer.step,
             "resumed": resume,
-            "models": self._model_names(game.demo),
+            "models": model_names(self.config, game.demo),
             "prompts": prompts_as_seen(pipeline, stories.held_out[0]),
             "versions": versions(_PACKAGES),
         }
@@ -367,17 +369,6 @@ class MinMaxJob:
             with saving(pipeline.shared, player) as writes:
                 if writes:
                     player.save_pretrained(self.run.path / folder / role)
-
-    def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
-        config = self.config
-        built = {name: str(path) for name, path in asdict(demo).items() if path} if demo else {}
-        judge = config.judge_model
-        return {
-            "policy": config.policy_model.model_name or built.get("base"),
-            "monitor": config.monitor_model.model_name or built.get("base"),
-            "reward": config.reward_model.model_name or built.get("reward"),
-            "judge": judge.kind if judge.kind in _WITHOUT_MODEL else judge.model_name or built.get("judge"),
-        }
 
     def _publish(self, results: dict[str, Any]) -> None:
         """Figures first, then results.json, which marks the run as finished, then the report."""
