@@ -10,7 +10,7 @@ Arms, with the default settings but for what is named, and the same built models
 - `truth_only`: its monitor is paid for the truth alone, so nobody plays against the policy.
 - `unconstrained`: λ is 0, so the monitor may lie.
 
-Both players are kept every 8 steps, five pairs of them to the end, the last one included.  Each is probed: 16
+Both players are kept every 8 steps, five pairs of them to the end, the last one included.  Each is probed: 8
 rounds of updates of one player against the other, which is fixed, from the optimizer's start, at λ of that
 step. A gain is the change of the game's value (standard deviations of the scores at the start) of greedy
 players on held-out stories. Prints JSON: gains and the probes' violations by step, their sum without
@@ -31,7 +31,7 @@ from rlhf_data import atomic_write_json
 
 _PROBED = [
     "--no-baseline",
-    "--set=diagnostics.best_response_updates=16",
+    "--set=diagnostics.best_response_updates=8",
     "--set=diagnostics.cross_play_steps=8",
 ]
 ARMS = {
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(441, 446)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(441, 444)))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/equilibrium"))
     parser.add_argument("--workers", type=int, default=2)

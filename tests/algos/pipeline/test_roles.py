@@ -104,6 +104,106 @@ def test_a_promotion_that_is_withdrawn_gives_the_role_back(run: Any, tmp_path: P
     ).resolve()
 
 
+def rate(path: Path, liked: int, disliked: int, **more: Any) -> str:
+    """A file of ratings."""
+    rows = [{"prompt": "p", "completion": "c", "label": i < liked, **more} for i in range(liked + disliked)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def canary(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    """A canary that is judged by its ratings."""
+    files = {"measured": str(tmp_path / "canary.jsonl"), "start": rate(tmp_path / "policy.jsonl", 700, 300)}
+    return {
+        "kind": "gate",
+        "config": {"candidate": "${canary_made}", **files},
+        "gates": [{"metric": "rating", "against": "start", "margin": 0.1}],
+        "promotes": "policy",
+        **fields,
+    }
+
+
+def test_a_model_that_passed_twice_loses_its_role_to_the_one_before(run: Any, tmp_path: Path) -> None:
+    """Pass, pass by other ratings, fail, and the same again: the start model has the role, and keeps it."""
+    start = report(tmp_path / "good", sums=[1.0] * 400)
+    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    stages = {
+        "data": DATA,
+        "chosen": CHOSEN,
+        "first": {"kind": "gate", **gate(start, start)},
+        "canary_made": made,
+        "canary": canary(tmp_path),
+    }
+    told = []
+    for liked, disliked in ((280, 120), (560, 240), (280, 420), (280, 420)):
+        rate(tmp_path / "canary.jsonl", liked, disliked)
+        pipeline = run(stages)
+        told.append([event for event, _ in pipeline.told if event in ("promoted", "withdrawn")])
+    assert told == [["promoted", "promoted"], [], ["withdrawn"], []]
+    assert pipeline.store.held["policy"].stage == "first"
+    chosen = tmp_path / "run" / pipeline.store.entries["chosen"]["folder"]
+    assert (tmp_path / "run/current/policy").resolve() == chosen.resolve()
+    rows = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    events = [(row["event"], row["stage"]) for row in rows if row["event"] in ("promoted", "withdrawn")]
+    assert events == [("promoted", "first"), ("promoted", "canary"), ("withdrawn", "canary")]
+
+
+def test_a_model_that_lost_its_role_does_not_get_it_back(run: Any, tmp_path: Path) -> None:
+    """The second is rejected while the third has the role; when that is rejected, too, the first has it."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    held = []
+    for second, third in ((good, good), (bad, good), (bad, bad)):
+        pipeline = run(
+            {
+                "data": DATA,
+                "chosen": CHOSEN,
+                "labelled": LABELLED,
+                "made": made,
+                "first": {"kind": "gate", **gate(good, good)},
+                "second": {"kind": "gate", **gate(second, good, "${labelled}", on_failure="rollback")},
+                "third": {"kind": "gate", **gate(third, good, "${made}", on_failure="rollback")},
+            }
+        )
+        held.append(pipeline.store.held["policy"].stage)
+    assert held == ["third", "third", "first"]
+
+
+def test_a_verdict_that_can_no_longer_decide_moves_no_role(run: Any, tmp_path: Path) -> None:
+    """An emptied file of ratings says nothing against the model that was promoted."""
+    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    stages = {"data": DATA, "canary_made": made, "canary": canary(tmp_path)}
+    rate(tmp_path / "canary.jsonl", 280, 120)
+    promoted = run(stages).store.held["policy"]
+    (tmp_path / "canary.jsonl").write_text("")
+    again = run(stages)
+    assert again.store.entries["canary"]["decision"] == "rejected"
+    assert again.store.held["policy"] == promoted and (tmp_path / "run/current/policy").is_symlink()
+
+
+def test_ratings_of_another_model_do_not_count_for_the_candidate(run: Any, tmp_path: Path) -> None:
+    """A canary of another round got them; they count for what the candidate is compared with."""
+    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    stages = {"data": DATA, "canary_made": made, "canary": canary(tmp_path)}
+    rate(tmp_path / "canary.jsonl", 280, 120, folder=f"/elsewhere/results/kto-{'0' * 16}/run/final")
+    first = run(stages)
+    none, root = verdict(first), tmp_path / "run"
+    assert none["outcome"] == "inconclusive" and none["verdicts"][0]["rows"] == 0
+    assert "400" in none["reasons"][-1]
+    folder = root / first.store.entries["canary_made"]["folder"]
+    rate(tmp_path / "canary.jsonl", 280, 120, folder=str(folder))
+    stages["canary"]["config"]["start"] = str(tmp_path / "canary.jsonl")
+    own = verdict(run(stages))
+    assert (own["verdicts"][0]["rows"], own["verdicts"][0]["other_rows"]) == (400, 0)
+    stages["canary"] = canary(tmp_path)
+    assert verdict(run(stages))["outcome"] == "pass"
+
+
+def verdict(pipeline: Any) -> dict[str, Any]:
+    folder = pipeline.root / pipeline.store.entries["canary"]["folder"]
+    return json.loads((folder / "verdict.json").read_text())
+
+
 def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_ratings_become_rows_that_kto_reads(start: Callable[..., Any], folders: 
     assert rows[0]["score"] == chat["choices"][1]["score"] and rows[0]["comment"] == "too short"
     assert rows[1]["prompt"] == "and" and rows[1]["completion"] == plain["choices"][1]["text"]
     assert {row["model"] for row in rows} == {"policy"}
+    assert {row["folder"] for row in rows} == {str((folders / "policy").resolve())}
     records = load_records(path, "kto").records
     assert [record.label for record in records] == [False, True, True, True]
 

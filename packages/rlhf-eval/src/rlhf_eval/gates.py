@@ -124,7 +124,8 @@ class GateVerdict:
         """One line: what was found, and what is missing."""
         against = "" if self.other_rows is None else f" against {self.other_rows} other ones"
         if math.isnan(self.estimate):
-            return f"{self.metric}: {self.rows} rows{against} do not decide {self.condition}; both need some"
+            none = "the candidate has none yet" if not self.rows else "what it is compared with has none yet"
+            return f"{self.metric}: {self.rows} rows{against} do not decide {self.condition}; {none}"
         found = (
             f"{self.metric}: {self.estimate:+.4g} [{self.low:+.4g}, {self.high:+.4g}] over {self.rows} rows"
             f"{against}"

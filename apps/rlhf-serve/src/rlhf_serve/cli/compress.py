@@ -59,7 +59,7 @@ def _rows(settings: CompressSettings) -> list[dict[str, Any]]:
                 what = "is missing" if key not in row else f"is {json.dumps(row[key])[:60]}"
                 raise UserError(
                     f"{settings.input_path}, row {number}: {key} {what}; expected a text, in "
-                    "the columns of --text-key and --question-key",
+                    "the columns of --text-key and --question-key; remove the row, or fill it in",
                     code="bad_row",
                     column=key,
                 )

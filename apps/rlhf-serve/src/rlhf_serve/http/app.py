@@ -94,7 +94,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         )
     _add_open_routes(app, served, settings, admission)
     _add_models(app, served)
-    log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model)
+    log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model, settings.model)
     _add_generation(app, served, settings, admission, log)
     if log is not None:
         add_feedback(app, log, served.service.texts.workers)

@@ -107,10 +107,15 @@ def _last_line(file: BinaryIO, end: int) -> bytes:
 
 
 class FeedbackLog:
-    """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated."""
+    """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated.
 
-    def __init__(self, path: str | Path, model: str) -> None:
+    Rows have the served model's name, and the folder where it lies: a link such as a pipeline's
+    `current/policy` leads to another model later.
+    """
+
+    def __init__(self, path: str | Path, model: str, folder: str | None = None) -> None:
         self.path, self.model = Path(path), model
+        self.folder = os.path.realpath(folder) if folder and os.path.isdir(folder) else None
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._lock = threading.Lock()
         check_feedback(self.path)
@@ -147,6 +152,7 @@ class FeedbackLog:
             )
         row = choice | {"label": body.rating == "up", "comment": body.comment}
         row |= {"id": body.id, "index": body.index, "model": self.model}
+        row |= {"folder": self.folder}
         with self._lock:
             if body.index in answer.rated:
                 raise already_rated(body.id, body.index)

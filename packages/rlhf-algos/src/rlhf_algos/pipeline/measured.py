@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ COMPARED_WITH = ("start", "previous", "baseline")
 """A gate's settings that name what its candidate is compared with."""
 RATING = "rating"
 """Metric of a file of ratings: 1 where an answer was liked, else 0."""
+_RESULT = re.compile(r"(?:^|/)results/([a-z_]+-[0-9a-f]{16})(?:/|$)")
 _COLUMNS = ("reward", "held_out_reward", "kl", "length")
 _LEAST, _MOST = 0.5, 2.0
 """Of its value in the first round, below and above which a measure of texts raises an alarm."""
@@ -38,21 +40,28 @@ class Scores:
         metrics: the scores of each metric, by row.
         suites: names of those that are capability suites.
         unpaired: names of those whose rows no other evaluation has, as ratings of answers given.
+        left_out: ratings of other models.
     """
 
     metrics: dict[str, dict[str, float]]
     suites: tuple[str, ...] = ()
     unpaired: tuple[str, ...] = ()
+    left_out: int = 0
 
 
-def scores_of(report: Path) -> Scores:
+def scores_of(report: Path, of: Callable[[str | None], bool] = lambda _: True) -> Scores:
     """Scores of a report of `evaluate` or `capability`, or of a file of ratings of `rlhf-serve --feedback`.
+
+    Args:
+        report: the folder, or the file.
+        of: whether ratings of the model in a folder count; None where the row does not say.
 
     Raises:
         UserError: it is none of these.
     """
     if report.is_file():
-        return Scores({RATING: _ratings(report)}, unpaired=(RATING,))
+        ratings, left_out = _ratings(report, of)
+        return Scores({RATING: ratings}, unpaired=(RATING,), left_out=left_out)
     run = RunFolder(report)
     if (report / _SUITES).is_file():
         found: dict[str, dict[str, float]] = {}
@@ -70,6 +79,18 @@ def scores_of(report: Path) -> Scores:
         )
     rows = RunFolder(completions.parent).read_lines(completions.name)
     return Scores({**_by_prompt(rows), **_accuracies(report)})
+
+
+def same_result(one: str, other: str) -> bool | None:
+    """Whether two paths lead into the same result of a pipeline; None if one leads into none.
+
+    Where the pipelines' folders lie does not matter.
+    """
+    found = [_RESULT.search(Path(path).as_posix()) for path in (one, other)]
+    if None in found:
+        return None
+    first, second = (match[1] for match in found if match)
+    return first == second
 
 
 def check_ratings(settings: Mapping[str, Any]) -> None:
@@ -177,10 +198,12 @@ _READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def _ratings(path: Path) -> dict[str, float]:
+def _ratings(path: Path, of: Callable[[str | None], bool]) -> tuple[dict[str, float], int]:
+    """The ratings that count, by row, and how many others there are."""
     found: dict[str, float] = {}
+    left_out = 0
     if not path.stat().st_size:  # a server has begun it, and nobody has rated
-        return found
+        return found, left_out
     for number, row in read_rows(path):
         if not isinstance(row.get("label"), bool):
             raise UserError(
@@ -189,8 +212,12 @@ def _ratings(path: Path) -> dict[str, float]:
                 code="missing_value",
                 path=str(path),
             )
-        found[str(number)] = float(row["label"])
-    return found
+        folder = row.get("folder")
+        if of(folder if isinstance(folder, str) else None):
+            found[str(number)] = float(row["label"])
+        else:
+            left_out += 1
+    return found, left_out
 
 
 def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

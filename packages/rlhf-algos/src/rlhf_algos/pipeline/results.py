@@ -77,18 +77,20 @@ class ResultStore:
         root: The folder.
         entries: What the manifest says of stages.
         current: What has each role as of the stage that is looked at, which references resolve to.
-        held: What has each role; a run that decides nothing anew leaves it alone.
-        promotions: Of each stage the last promotion: a hash of what it promoted and why, and who had the role
-            before.
+        holders: What stages gave each role and did not take away again, the oldest first; the last has it. A
+            run that decides nothing anew leaves them alone.
+        promotions: Of each stage the last promotion, as the addresses of what it promoted and of the result
+            that says why.
     """
 
     root: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     current: dict[str, Current] = field(default_factory=dict)
-    held: dict[str, Current] = field(default_factory=dict)
-    promotions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    holders: dict[str, list[Current]] = field(default_factory=dict)
+    promotions: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._start: dict[str, Current] = {}
         self.digests = Digests(self.root / ".digests.json")
         self.versions = package_versions()
 
@@ -127,43 +129,51 @@ class ResultStore:
     def begin(self, model: Artefact | None) -> None:
         """Forget what a run found, and read who has which role; `model` is the policy at the start."""
         self.entries.clear()
-        self.current = {} if model is None else {"policy": Current(model)}
+        self._start = {} if model is None else {"policy": Current(model)}
+        self.current = dict(self._start)
         try:
             manifest = self.read_manifest() or {}
         except UserError:  # damaged; it is written again
             manifest = {}
-        held = {role: Current.from_dict(each) for role, each in manifest.get("current", {}).items()}
-        first = {role: each for role, each in held.items() if each.stage is not None}
-        self.held = self.current | first
+        self.holders = {
+            role: [Current.from_dict(each) for each in holders]
+            for role, holders in manifest.get("holders", {}).items()
+        }
         self.promotions = dict(manifest.get("promotions", {}))
 
+    @property
+    def held(self) -> dict[str, Current]:
+        """What has each role."""
+        return self._start | {role: holders[-1] for role, holders in self.holders.items() if holders}
+
     def promote(self, role: str, current: Current, address: str) -> bool:
-        """Give a role to a stage's model, unless that was the stage's last promotion; whether it is given.
+        """Give a role to a stage's model, unless that was the stage's last promotion; whether the role moves.
 
         `address` is that of the stage's result, which says why.
         """
         assert current.stage is not None
-        why = json_hash([current.artefact.address, address])
-        if self.promotions.get(current.stage, {}).get("of") == why:
+        promotion = [current.artefact.address, address]
+        if self.promotions.get(current.stage) == promotion:
             return False
-        before = self.held.get(role)
-        self.promotions[current.stage] = {"of": why, "before": before and before.to_dict()}
-        self.held[role] = current
+        self.promotions[current.stage] = promotion
+        holders = self.holders.setdefault(role, [])
+        if holders and _same_promotion(holders[-1], current):  # accepted again, by newer evaluations
+            holders[-1] = current
+            return False
+        holders.append(current)
         return True
 
-    def withdraw(self, role: str, stage: str, artefact: Artefact) -> bool:
-        """Take a role from a model that the stage gave it to and now rejects; whether it had it.
+    def withdraw(self, role: str, current: Current) -> bool:
+        """Take a role from a model that a stage gave it to and now rejects; whether it had it.
 
-        The role goes to what had it before, if anything had.
+        The role goes to the model that had it before and was not rejected since, or to the one at the start.
         """
-        held = self.held.get(role)
-        if held is None or (held.stage, held.artefact) != (stage, artefact):
-            return False
-        del self.held[role]
-        before = self.promotions.pop(stage, {}).get("before")
-        if before is not None:
-            self.held[role] = Current.from_dict(before)
-        return True
+        holders = self.holders.get(role, [])
+        had = bool(holders) and _same_promotion(holders[-1], current)
+        self.holders[role] = [each for each in holders if not _same_promotion(each, current)]
+        if self.promotions.get(current.stage or "", [""])[0] == current.artefact.address:
+            del self.promotions[current.stage or ""]
+        return had
 
     def set_aside(self, folder: Path, address: str) -> Path | None:
         """Rename a folder whose stage would take what lies there for its own work.
@@ -219,12 +229,14 @@ class ResultStore:
         """Write `pipeline.json`: what every stage is made of, what it left, what is current; no times."""
         stages = {name: self.entries[name] for name in order if name in self.entries}
         current = {role: each.to_dict() for role, each in sorted(self.held.items())}
+        holders = {role: [each.to_dict() for each in them] for role, them in sorted(self.holders.items())}
         manifest = {
             "format": _FORMAT,
             "config": json_hash(dict(config)),
             "versions": self.versions,
             "stages": stages,
             "current": current,
+            "holders": holders,
             "promotions": self.promotions,
         }
         text = json.dumps(finite(manifest), sort_keys=True)
@@ -262,6 +274,10 @@ class ResultStore:
         folder = self.root / "rejected" / f"{stage}-{address[:16]}"
         reason = {"stage": stage, "candidate": asdict(candidate), **verdict}
         atomic_write_json(folder / "reason.json", finite(reason))
+
+
+def _same_promotion(one: Current, other: Current) -> bool:
+    return (one.stage, one.artefact) == (other.stage, other.artefact)
 
 
 def package_versions() -> dict[str, str]:

@@ -270,21 +270,28 @@ class Pipeline:
             measured = self._artefacts(stage.config["measured"]) if stage.kind == "gate" else ()
             self.store.current[stage.promotes] = current = Current(artefact, stage.name, measured)
             if self._running and self.store.promote(stage.promotes, current, planned.address):
+                self.store.log("promoted", stage.name, role=stage.promotes, path=artefact.path)
                 self.on_event("promoted", stage.name, f"{stage.promotes} is now {artefact.path}")
 
     def _reject(self, planned: Planned, candidate: Artefact, verdict: dict[str, Any]) -> None:
         stage = planned.stage
         if self._running:
             self.store.reject(stage.name, planned.address, verdict, candidate)
-            if stage.promotes and self.store.withdraw(stage.promotes, stage.name, candidate):
-                former = self.store.held.get(stage.promotes)
-                words = f"rolled back to {former.artefact.path}" if former else "left without a model"
-                self.on_event(
-                    "withdrawn", stage.name, f"{candidate.path} was promoted; {stage.promotes} is {words}"
-                )
+            if stage.promotes and verdict["outcome"] == "fail":
+                self._withdraw(stage.promotes, Current(candidate, stage.name))
         self.on_event("rejected", stage.name, "; ".join(verdict["reasons"]))
         if stage.on_failure == "stop":
             self._ended.add(stage.loop or "")
+
+    def _withdraw(self, role: str, current: Current) -> None:
+        """Take a role back from a model that has shown a loss since it got it."""
+        stage = current.stage or ""
+        if self.store.withdraw(role, current):
+            former = self.store.held.get(role)
+            path = former and former.artefact.path
+            self.store.log("withdrawn", stage, role=role, path=current.artefact.path, now=path)
+            words = f"rolled back to {path}" if path else "left without a model"
+            self.on_event("withdrawn", stage, f"{current.artefact.path} was promoted; {role} is {words}")
 
     def _watch(self, stage: Stage, entry: dict[str, Any], result: dict[str, Any]) -> None:
         """Compare the texts of a round with those of the first."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_algos.pipeline.kinds import SETTINGS
 from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
-from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, scores_of
+from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, same_result, scores_of
 from rlhf_algos.pipeline.served import serve
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
 from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
@@ -66,26 +66,39 @@ def choose(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def gate(folder: Path, settings: Mapping[str, Any]) -> None:
     """Judge a candidate, and write the verdict."""
-    measured = _measured(settings["measured"])
-    others = {name: _measured(settings[name]).metrics for name in COMPARED_WITH if settings.get(name)}
+    candidate = settings["candidate"]
+
+    def is_candidates(folder: str | None) -> bool | None:
+        return None if folder is None else same_result(folder, candidate)
+
+    # A rating counts for both sides unless it names the model that was rated.
+    measured = _measured(settings["measured"], lambda folder: is_candidates(folder) is not False)
+    others = {
+        name: _measured(settings[name], lambda folder: is_candidates(folder) is not True).metrics
+        for name in COMPARED_WITH
+        if settings.get(name)
+    }
     gates = [Gate.from_dict(each, where="gate") for each in settings["gates"]]
     verdicts = judge_gates(
         gates, measured.metrics, others, suites=measured.suites, unpaired=measured.unpaired
     )
+    left_out = (
+        [f"{measured.left_out} ratings are of other models and do not count"] if measured.left_out else []
+    )
     found = {
         "outcome": verdict_of_all(verdicts),
-        "reasons": [verdict.reason for verdict in verdicts],
+        "reasons": [*(verdict.reason for verdict in verdicts), *left_out],
         "verdicts": [verdict.to_dict() for verdict in verdicts],
     }
     atomic_write_json(folder / "verdict.json", found)
     print("\n".join([found["outcome"], *found["reasons"]]))
 
 
-def _measured(reports: Any) -> Scores:
-    """Scores of several reports together."""
+def _measured(reports: Any, of: Callable[[str | None], bool]) -> Scores:
+    """Scores of several reports together; `of` says whether ratings of the model in a folder count."""
     together = Scores({})
     for report in reports if isinstance(reports, list) else [reports]:
-        found = scores_of(Path(report))
+        found = scores_of(Path(report), of)
         for metric in found.metrics:
             if metric in together.metrics:
                 raise UserError(
@@ -96,6 +109,7 @@ def _measured(reports: Any) -> Scores:
         together.metrics |= found.metrics
         together.suites += found.suites
         together.unpaired += found.unpaired
+        together.left_out += found.left_out
     return together
 
 

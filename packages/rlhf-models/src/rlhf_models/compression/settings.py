@@ -40,7 +40,8 @@ class CompressionSettings(BaseConfig):
         """
         if (self.max_tokens is None) == (self.ratio is None):
             raise UserError(
-                "a compressor needs either max_tokens or ratio; give one of them",
+                "a compressor needs max_tokens or ratio, "
+                + ("and neither is given" if self.ratio is None else "and both are given; leave one out"),
                 code="invalid_value",
                 key="max_tokens",
             )
