@@ -11,6 +11,7 @@ import torch
 from letters import LetterTokenizer
 from raises import raises_error
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
+from rlhf_infer.engines import continuous_batching
 from rlhf_infer.engines.batched_requests import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
@@ -65,6 +66,66 @@ def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
         assert [token for index, token in tokens if index == sample] == own.completion_ids
     assert logps == pytest.approx(expected[0][0].logps, abs=1e-4)
     batcher.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])  # with and without a short window
+def test_requests_that_began_at_different_times_are_joined(
+    name: str, lively_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins when the one before has its third token; lengths and seeds differ, settings do not.
+
+    They get what each gets alone, in fewer cohorts; those with a penalty stay apart. With a window that is
+    shorter none are joined.
+    """
+    engine = TransformersEngine(lively_model(name, max_position_embeddings=128), LetterTokenizer())
+    joined, widest = [], [0]
+    join = continuous_batching.JoinedCohort
+
+    def counted(cohorts: Any) -> Any:
+        joined.append(len(cohorts))
+        return join(cohorts)
+
+    advance = engine.advance
+
+    def watched(cohorts: Any, **options: Any) -> None:
+        widest[0] = max(widest[0], len(cohorts))
+        advance(cohorts, **options)
+
+    monkeypatch.setattr(continuous_batching, "JoinedCohort", counted)
+    monkeypatch.setattr(engine, "advance", watched)
+    settings: dict[str, Any] = {"stop": ("qq",), "top_logprobs": 2, "min_new_tokens": 2}
+    asked = [(PROMPTS[i % 4] + [5 + i], SamplingParams(40 + i, seed=i, **settings)) for i in range(12)] + [
+        (PROMPTS[0], SamplingParams(20, seed=3, repetition_penalty=1.3))
+    ]
+    expected = [engine.generate([prompt], 2, params)[0] for prompt, params in asked]
+    batcher = ContinuousBatcher(engine)
+    found = []
+    for prompt, params in asked:
+        third, seen = threading.Event(), []
+
+        def follow(*token: Any, third: threading.Event = third, seen: list[Any] = seen) -> None:
+            seen.append(token)
+            if len(seen) > 4:
+                third.set()
+
+        future = batcher.submit(prompt, 2, params, on_token=follow)
+        future.add_done_callback(lambda _, third=third: third.set())
+        found.append((future, seen))
+        assert third.wait(60)
+    for own, (future, seen) in zip(expected, found, strict=True):
+        drawn = future.result()
+        assert [r.completion_ids for r in drawn] == [r.completion_ids for r in own]
+        assert [r.finish_reason for r in drawn] == [r.finish_reason for r in own]
+        for sample, (mine, alone) in enumerate(zip(drawn, own, strict=True)):
+            assert mine.logps == pytest.approx(alone.logps, abs=1e-5)
+            assert mine.top_logps is None or [len(top) for top in mine.top_logps] == [2] * len(mine.logps)
+            assert [token for index, token, *_ in seen if index == sample] == mine.completion_ids
+    batcher.close()
+    window = getattr(engine.model.config.get_text_config(), "sliding_window", None)
+    if window is None or window > 60:
+        assert joined and widest[0] <= 8
+    else:
+        assert not joined
 
 
 def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch, lively_model: Any) -> None:

@@ -18,6 +18,10 @@ TopLogps = Sequence[tuple[int, float]]
 """The likeliest tokens and their log-probs, likeliest first; empty if none were requested."""
 
 
+_ANY = 1 << 31
+"""In place of a number of tokens."""
+
+
 @dataclass(eq=False)
 class Order:
     """A request of a caller: rollouts of one prompt, which may be sampled in several pieces."""
@@ -64,6 +68,16 @@ class Running:
     cohort: Cohort
     pieces: list[Piece | None]
 
+    def __post_init__(self) -> None:
+        piece = next(piece for piece in self.pieces if piece is not None)
+        self.kind = piece.samples, replace(piece.params, seed=0, max_new_tokens=_ANY)
+        """Settings that cohorts must share to be joined."""
+
+    @property
+    def waited_for(self) -> list[Piece]:
+        """The pieces that somebody waits for."""
+        return [piece for piece in self.pieces if piece is not None]
+
     @property
     def is_followed(self) -> bool:
         """Whether a caller streams the tokens."""
@@ -96,5 +110,5 @@ def fail(pieces: Sequence[Piece | None], error: Exception) -> None:
 
 def size_of(batch: Sequence[Piece], tokens: int) -> int:
     """Tokens whose keys and values a cohort holds once its completions have that many."""
-    each = len(batch[0].samples) * room(tokens, batch[0].params.max_new_tokens)
+    each = len(batch[0].samples) * room(tokens, max(piece.params.max_new_tokens for piece in batch))
     return len(batch) * (max(len(piece.prompt) for piece in batch) + each)

@@ -20,7 +20,9 @@ from rlhf_infer.engines.batched_requests import (
     fail,
     size_of,
 )
+from rlhf_infer.engines.prefill import within_window
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
+from rlhf_infer.engines.speculative_batch import JoinedCohort, joinable
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import BLOCK
 from rlhf_models import evaluating
@@ -29,12 +31,18 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_APART = 4
+"""Cohorts of one kind that are decoded apart; joining copies their keys and values."""
+
 ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
 """Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
 
 
 class ContinuousBatcher:
     """Generates for many callers at a time; each pass decodes whatever is there, requests join at any token.
+
+    Requests that began at different times and have the same settings, but for seed and length, are decoded as
+    one batch once there are more than a few.
 
     A request's samples are those of `TransformersEngine.generate` with the same arguments, up to rounding: a
     token may differ where two are equally likely.
@@ -303,6 +311,7 @@ class ContinuousBatcher:
         if not self._running:
             return
         self._make_room()
+        self._join()
         before = [each.cohort.rows.finished for each in self._running]
         followed = [(each, each.lengths()) for each in self._running if each.is_followed]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
@@ -314,6 +323,45 @@ class ContinuousBatcher:
             if each.cohort.rows.finished != finished:
                 self._answer(each)
         self._running = [each for each in self._running if not each.cohort.finished]
+
+    def _join(self) -> None:
+        """Decode as one what began at different times, once it is many cohorts: each costs a pass time."""
+        if len(self._running) <= _APART:
+            return
+        kinds: list[list[Running]] = []
+        for each in filter(self._can_join, self._running):
+            alike = next((kind for kind in kinds if kind[0].kind == each.kind), None)
+            if alike is None:
+                kinds.append(alike := [])
+            alike.append(each)
+        for kind in kinds:
+            for group in self._groups(kind) if len(kind) > _APART else ():
+                pieces: list[Piece | None] = [piece for each in group for piece in each.waited_for]
+                place = min(map(self._running.index, group))
+                self._running[place] = Running(JoinedCohort([each.cohort for each in group]), pieces)
+                self._running = [each for each in self._running if each not in group]
+
+    def _can_join(self, each: Running) -> bool:
+        longest = max(len(piece.prompt) + piece.params.max_new_tokens for piece in each.waited_for)
+        return joinable(each.cohort) and within_window(self.engine.model, longest)
+
+    def _groups(self, kind: list[Running]) -> list[list[Running]]:
+        """Several cohorts each that fit at their longest, and of whose keys at least half are no padding."""
+        groups: list[list[Running]] = []
+        for each in sorted(kind, key=lambda one: one.cohort.needed_tokens()):
+            if groups and self._fit_together([*groups[-1], each]):
+                groups[-1].append(each)
+            else:
+                groups.append([each])
+        return [group for group in groups if len(group) > 1]
+
+    def _fit_together(self, group: list[Running]) -> bool:
+        pieces = [piece for each in group for piece in each.waited_for]
+        most = max(piece.params.max_new_tokens for piece in pieces)
+        if size_of(pieces, most) > self.engine.max_batch_tokens:
+            return False
+        newest = max(each.cohort.rows.longest for each in group)
+        return size_of(pieces, newest + 1) <= 2 * sum(each.cohort.needed_tokens() for each in group)
 
     @staticmethod
     def _answer(each: Running) -> None:

@@ -57,6 +57,10 @@ class Cohort:
         self._ends, self._stops = ends, stops
         self._longest = max(map(len, rows.prompts))
 
+    def limits(self) -> np.ndarray:
+        """(P,) the most tokens of a completion of each prompt."""
+        return np.full(len(self.rows.prompts), self.params.max_new_tokens)
+
     @property
     def finished(self) -> bool:
         """Whether all rows have finished."""
@@ -183,6 +187,16 @@ class Rows:
     def live(self) -> list[int]:
         """Places of the completions that have not finished."""
         return self.place[self.alive].tolist()
+
+    @property
+    def unfinished(self) -> np.ndarray:
+        """The prompts, ascending, with samples that have not finished."""
+        return np.unique(self.prompt[self.alive])
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a completion that has not finished."""
+        return max(self.drawn(place) for place in self.live())
 
     @property
     def total(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_data import UserError
 from rlhf_infer.engines.constraints import TokenMasks
@@ -94,6 +95,23 @@ class Sampler:
         self._counts = None if self._counts is None else self._counts[rows]
         if self._masks is not None:
             self._masks.keep(rows)
+
+    def take(self, rows: Tensor, others: Sequence[tuple[Sampler, Tensor]]) -> None:
+        """Go on with these rows only, and after them with rows of other samplers of the same settings.
+
+        Raises:
+            ValueError: what rows have drawn before changes what they may draw, see `remembers`.
+        """
+        if remembers(self._params):
+            raise ValueError("penalties, processors and constraints need the tokens one after the other")
+        if self._uniforms is None:  # greedy
+            return
+        kept = [
+            self._uniforms[rows],
+            *(each._uniforms[at] for each, at in others if each._uniforms is not None),
+        ]
+        width = max(each.shape[1] for each in kept)
+        self._uniforms = torch.cat([pad(each, (0, width - each.shape[1])) for each in kept])
 
     def draw(
         self,

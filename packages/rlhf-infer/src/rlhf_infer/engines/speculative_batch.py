@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_infer.engines.decode_batch import Cohort, Rows
-from rlhf_infer.engines.sampler import SampledTokens, Sampler
-from rlhf_infer.kv.decode_attention import RaggedAttention, room
+from rlhf_infer.engines.sampler import SampledTokens, Sampler, remembers
+from rlhf_infer.kv.decode_attention import RaggedAttention, room, take_rows
 
 
 class RowDrafts(Protocol):
@@ -28,6 +29,34 @@ class RowDrafts(Protocol):
 
 class RaggedRows(Rows):
     """`Rows` whose completions have lengths of their own."""
+
+    @classmethod
+    def joined(cls, every: Sequence[Rows], max_new_tokens: int) -> RaggedRows:
+        """The prompts of several batches of which a sample has not finished, with all their samples."""
+        prompts = [rows.unfinished for rows in every]
+        texts = [rows.prompts[prompt] for rows, them in zip(every, prompts, strict=True) for prompt in them]
+        samples = every[0].samples
+        found = cls(texts, samples, max_new_tokens, raw=every[0].raw_logps is not None)
+        kept, first = [], 0
+        for rows, them in zip(every, prompts, strict=True):
+            places = (them[:, None] * len(samples) + np.arange(len(samples))).flatten()
+            now = slice(first, first + len(places))
+            width = rows.tokens.shape[1]
+            found.tokens[now, :width], found.logps[now, :width] = rows.tokens[places], rows.logps[places]
+            if found.raw_logps is not None and rows.raw_logps is not None:
+                found.raw_logps[now, :width] = rows.raw_logps[places]
+            found._lengths[now] = [rows.drawn(int(place)) for place in places]
+            for at, place in enumerate(places.tolist(), first):
+                found._reasons[at] = rows._reasons[place]
+                if place in rows.tops:
+                    found.tops[at] = rows.tops[place]
+            kept.append(first + np.searchsorted(places, rows.place[rows.alive]))
+            first += len(places)
+        found.place = np.concatenate(kept)
+        found.prompt = found.place // len(samples)
+        found.alive = np.ones(len(found.place), dtype=bool)
+        found.finished = len(found.tokens) - len(found.place)
+        return found
 
     @property
     def lengths(self) -> np.ndarray:
@@ -160,7 +189,7 @@ class SpeculativeCohort(Cohort):
         self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")
-        self.rows.finish(self.rows.lengths == self.params.max_new_tokens, "length")
+        self.rows.finish(self.rows.lengths >= self.limits()[self.rows.prompt], "length")
 
     def _cut_at_stops(self, before: np.ndarray) -> np.ndarray:
         """(B,) the rows with a stop text that ends in a token they got since they had these lengths (B,)."""
@@ -196,3 +225,58 @@ class SpeculativeCohort(Cohort):
         newest = rows.tokens[rows.place, lengths - 1]
         self._fed = np.hstack([newest[:, None], np.where(known, guesses, -1)])[:, : int(self._counts.max())]
         self.tokens = torch.from_numpy(self._fed[self._fed >= 0]).to(device)
+
+
+class _NoDrafts:
+    """Nothing is guessed."""
+
+    def propose(self, rows: RaggedRows) -> np.ndarray:
+        """See `RowDrafts.propose`."""
+        return np.zeros((len(rows.place), 0), dtype=np.int64)
+
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
+        """See `RowDrafts.keep`."""
+
+
+class JoinedCohort(SpeculativeCohort):
+    """The samples of several cohorts that began at different times, from where they are; nothing is guessed.
+
+    Each keeps its tokens and its random numbers, so only rounding differs from what the cohorts would have
+    drawn. A layer's attention is computed once for all rows, where it would be once for each cohort.
+
+    Args:
+        cohorts: `joinable`, with settings that differ in seed and `max_new_tokens` only; of no use
+            afterwards. Samples of prompts that have all finished are left behind.
+    """
+
+    def __init__(self, cohorts: Sequence[Cohort]) -> None:
+        first, device = cohorts[0], cohorts[0].hidden.device
+        alive = [np.flatnonzero(each.rows.alive) for each in cohorts]
+        kept = [torch.from_numpy(places).to(device) for places in alive]
+        params = replace(first.params, max_new_tokens=max(each.params.max_new_tokens for each in cohorts))
+        rows = RaggedRows.joined([each.rows for each in cohorts], params.max_new_tokens)
+        sampler = first._sampler
+        sampler.take(kept[0], [(each._sampler, at) for each, at in zip(cohorts[1:], kept[1:], strict=True)])
+        plans = [each._attention for each in cohorts]
+        attention = take_rows(plans, alive, rows.prompt, params.max_new_tokens)
+        options: dict[str, Any] = {"params": params, "ends": first._ends, "stops": first._stops}
+        lengths = torch.tensor([len(prompt) for prompt in rows.prompts], device=device)
+        options |= {"drafts": _NoDrafts(), "lengths": lengths, "hidden": first.hidden[:0]}
+        super().__init__(rows, sampler, attention, **options)
+        self.hidden = torch.cat([each.hidden[at] for each, at in zip(cohorts, kept, strict=True)])
+        self.starts = lengths[torch.from_numpy(rows.prompt).to(device)]
+        self._fed = rows.tokens[rows.place, rows.lengths - 1][:, None]
+        self._limits = np.concatenate([each.limits()[each.rows.unfinished] for each in cohorts])
+
+    def limits(self) -> np.ndarray:
+        """See `Cohort.limits`."""
+        return self._limits
+
+
+def joinable(cohort: Cohort) -> bool:
+    """Whether samples of a cohort can be those of a `JoinedCohort`: they have begun, and nothing is guessed.
+
+    Not where what a completion has drawn changes what it may draw, see `remembers`.
+    """
+    begun = not cohort.finished and bool(cohort.rows.drawn(cohort.rows.live()[0]))
+    return type(cohort) in (Cohort, JoinedCohort) and begun and not remembers(cohort.params)

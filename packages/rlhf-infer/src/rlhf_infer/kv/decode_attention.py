@@ -122,6 +122,13 @@ class DecodeAttention:
         """Places that each row has for keys and values of its own, C."""
         return max((key.shape[2] for key, _ in self._own.values()), default=0)
 
+    def prompts_of(self, rows: np.ndarray) -> Tensor:
+        """The places in the cache of the prompts of some rows, each once."""
+        places = (self._slot_of_row // (len(self._row_of_slot) // len(self._prompts)))[
+            torch.from_numpy(rows).to(self._slot_of_row.device)
+        ]
+        return places.unique()
+
     def at_step(self, step: int) -> DecodeAttention:
         """Ready for step `step`: each row has that many own tokens before the new one."""
         self._step = step
@@ -256,6 +263,44 @@ class RaggedAttention(DecodeAttention):
         mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total)).to(value.dtype)
         flat = mixed.unflatten(2, (width, repeat)).transpose(1, 2).reshape(rows * width, heads, size)
         return flat if self._even else flat[self._squares]
+
+
+def take_rows(
+    plans: Sequence[DecodeAttention], rows: Sequence[np.ndarray], prompts: np.ndarray, max_new_tokens: int
+) -> RaggedAttention:
+    """One plan for rows of several, between two passes; the plans are empty afterwards.
+
+    Args:
+        plans: have computed a token at least.
+        rows: of each plan, the places of those that go on, ascending.
+        prompts: (B,) the number of each row's prompt, ascending, for the rows of all plans in their order.
+        max_new_tokens: T.
+    """
+    known = [plan.prompts_of(kept) for plan, kept in zip(plans, rows, strict=True)]
+    lengths = torch.cat([plan._cache.lengths[at] for plan, at in zip(plans, known, strict=True)])
+    cache = PromptCache(lengths.tolist(), lengths.device)
+    taken = RaggedAttention(cache, prompts, max_new_tokens)
+    places = [torch.from_numpy(kept).to(lengths.device) for kept in rows]
+    for layer in list(plans[0]._cache.layers):  # one after the other, so that little is there twice
+        shared, own = zip(*((p._cache.layers.pop(layer), p._own.pop(layer)) for p in plans), strict=True)
+        cache.layers[layer] = _stacked(shared, known, cache.longest)
+        taken._own[layer] = _stacked(own, places, max(key.shape[2] for key, _ in own))
+    return taken
+
+
+def _stacked(
+    pairs: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor], tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Some rows of pairs (*, H_kv, *, D), one after the other, with zeros up to that many tokens."""
+    count = sum(map(len, kept))
+    stacked = tuple(x.new_zeros(count, x.shape[1], tokens, x.shape[3]) for x in pairs[0])
+    first = 0
+    for pair, rows in zip(pairs, kept, strict=True):
+        for whole, part in zip(stacked, pair, strict=True):
+            width = min(tokens, part.shape[2])
+            whole[first : first + len(rows), :, :width] = part[rows, :, :width]
+        first += len(rows)
+    return stacked[0], stacked[1]
 
 
 class JoinedAttention:
