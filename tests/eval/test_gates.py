@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -157,3 +159,46 @@ def test_what_cannot_be_judged_is_refused() -> None:
     for wrong in ({"margin": 0.1}, {}, {"margin": 0.1, "threshold": 0.0, "against": "start"}):
         with raises_error("invalid_value"):
             Gate.from_dict({"metric": "reward", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "op", "threshold", "outcome"),
+    [
+        (25, 25, ">=", 0.9, "inconclusive"),  # .9^25 = .072
+        (29, 29, ">=", 0.9, "pass"),  # .9^29 = .047
+        (1, 20, ">=", 0.01, "inconclusive"),  # 1 - .99^20 = .18
+        (19, 20, ">=", 0.99, "inconclusive"),  # P(X <= 19) = 1 - .99^20 = .18
+        (4, 5, ">=", 0.99, "fail"),  # 1 - .99^5 = .049
+        (0, 29, "<", 0.1, "pass"),
+        (0, 28, "<", 0.1, "inconclusive"),  # .9^28 = .052
+    ],
+)
+def test_shares_against_a_threshold_are_tested_exactly(
+    right: int, rows: int, op: str, threshold: float, outcome: str
+) -> None:
+    """Of independent rows the risk of a wrong verdict is a binomial's, also near 0 and 1."""
+    gate = Gate(metric="rating", op=op, threshold=threshold)
+    (found,) = judge_gates([gate], {"rating": scores([1] * right + [0] * (rows - right))})
+    assert found.outcome == outcome
+    if outcome == "fail":
+        assert found.p_value == pytest.approx(1 - 0.99**5, abs=1e-6)
+
+
+def test_rows_that_are_missing_are_those_that_the_exact_test_needs() -> None:
+    gate = Gate(metric="rating", op=">=", threshold=0.9)
+    (found,) = judge_gates([gate], {"rating": scores([1] * 20)})
+    # .9^n < .05 from n = 29 on; one more for rounding
+    assert found.missing_rows in (9, 10)
+
+
+def test_chance_may_leave_open_what_as_many_rows_should_show() -> None:
+    """One loss in 32 rows: by the normal approximation 10 rows show it, but these do not."""
+    gate = Gate(metric="reward", against="start", margin=0.1)
+    new, old = scores([0.0] + [1.0] * 31), scores([1.0] * 32)
+    (found,) = judge_gates([gate], {"reward": new}, {"start": {"reward": old}})
+    assert (found.outcome, found.missing_rows) == ("inconclusive", 0)
+
+
+def test_a_mean_without_an_interval_has_none_in_its_reason() -> None:
+    (found,) = judge_gates([Gate(metric="text", op=">=", threshold=-1.0)], {"text": scores([-2.5, -2.5])})
+    assert math.isnan(found.low) and "nan" not in found.reason

@@ -199,6 +199,85 @@ def test_ratings_of_another_model_do_not_count_for_the_candidate(run: Any, tmp_p
     assert verdict(run(stages))["outcome"] == "pass"
 
 
+def test_after_a_rejection_the_pipeline_goes_on_with_what_the_gate_accepted_before(
+    run: Any, tmp_path: Path
+) -> None:
+    """Not with the model at the start; the same again does nothing."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    after = {"kind": "filter", "config": {"rows": "${current.policy}/rows.jsonl", "to": "sft"}}
+
+    def stages(share: float, measured: str) -> dict[str, Any]:
+        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        judged = {"kind": "gate", **gate(measured, good, "${made}", on_failure="rollback")}
+        first = {"kind": "gate", **gate(good, good)}
+        return {
+            "data": DATA,
+            "chosen": CHOSEN,
+            "first": first,
+            "made": made,
+            "judged": judged,
+            "after": after,
+        }
+
+    accepted = run(stages(0.5, good)).store.entries["made"]["address"]
+    for started_stages in (["made", "judged"], []):
+        pipeline = run(stages(1.0, bad))
+        assert started(pipeline) == started_stages
+        assert pipeline.store.entries["after"]["inputs"] == {"${current.policy}": accepted}
+        assert pipeline.store.held["policy"].artefact.address == accepted
+
+
+def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) -> None:
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+
+    def stages(share: float, measured: str) -> dict[str, Any]:
+        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        judged = {"kind": "gate", **gate(measured, good, "${made}", on_failure="rollback")}
+        first = {"kind": "gate", **gate(good, good)}
+        return {"data": DATA, "chosen": CHOSEN, "first": first, "made": made, "judged": judged}
+
+    entries = run(stages(0.5, good)).store.entries
+    shutil.rmtree(tmp_path / "run" / entries["made"]["folder"])
+    run(stages(1.0, good))
+    pipeline = run(stages(1.0, bad))
+    assert pipeline.store.held["policy"].stage == "first" and (tmp_path / "run/current/policy").exists()
+
+
+def test_a_manifest_without_former_holders_keeps_its_roles(run: Any, tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    first = {"kind": "gate", **gate(good, good)}
+    stages = {"data": DATA, "chosen": CHOSEN, "first": first, "made": made}
+    judged = {"kind": "gate", **gate(good, good, "${made}", on_failure="rollback")}
+    run({**stages, "judged": judged})
+    path = tmp_path / "run/pipeline.json"
+    manifest = json.loads(path.read_text())
+    del manifest["holders"]
+    manifest["promotions"] = {k: {"of": v["of"], "before": None} for k, v in manifest["promotions"].items()}
+    path.write_text(json.dumps(manifest))
+    pipeline = run({**stages, "judged": judged})
+    assert pipeline.store.held["policy"].stage == "judged"
+    assert not [event for event, _ in pipeline.told if event == "promoted"]
+    judged = {"kind": "gate", **gate(bad, good, "${made}", on_failure="rollback")}
+    assert "policy" not in run({**stages, "judged": judged}).store.held
+
+
+@pytest.mark.parametrize("role", ["..", "../policy", "Policy", ""])
+def test_a_role_is_a_name(run: Any, tmp_path: Path, role: str) -> None:
+    good = report(tmp_path / "good", sums=[1.0] * 400)
+    with raises_error("invalid_value", key=""):
+        run({"data": DATA, "chosen": CHOSEN, "gate": {**gate(good, good), "promotes": role}})
+
+
+def test_current_that_is_a_file_is_refused(run: Any, tmp_path: Path) -> None:
+    good = report(tmp_path / "good", sums=[1.0] * 400)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/current").write_text("a file")
+    with raises_error("not_a_folder", path=str(tmp_path / "run/current")):
+        run({"data": DATA, "chosen": CHOSEN, "gate": gate(good, good)})
+
+
 def verdict(pipeline: Any) -> dict[str, Any]:
     folder = pipeline.root / pipeline.store.entries["canary"]["folder"]
     return json.loads((folder / "verdict.json").read_text())

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats as oracle
 
 from rlhf_eval.stats import (
+    exact_proportion,
     mean_interval,
     mean_of_parts,
     non_inferior,
@@ -187,3 +188,14 @@ def test_the_difference_of_two_rates_is_newcombes() -> None:
     assert (found.low, found.high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
     none = proportion_difference([1] * 10, [0] * 20)  # method 10 of 10/10 - 0/20 is .6791 to 1
     assert (none.low, none.high) == (pytest.approx(0.6791, abs=5e-5), pytest.approx(1.0))
+
+
+def test_an_exact_rate_by_hand() -> None:
+    """0 of n: the upper end solves (1 - p)ⁿ = (1 - level)/2. 8 of 10: .4439 to .9748, as tables have it."""
+    none = exact_proportion([0] * 10, level=0.9)
+    assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.05**0.1, abs=1e-9))
+    most = exact_proportion([1] * 8 + [0] * 2)
+    assert (most.low, most.high) == (pytest.approx(0.4439, abs=1e-4), pytest.approx(0.9748, abs=1e-4))
+    for values in ([], [0.5]):
+        with pytest.raises(ValueError):
+            exact_proportion(values)

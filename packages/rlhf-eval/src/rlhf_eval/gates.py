@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from rlhf_data import BaseConfig, UserError, finite
 from rlhf_eval.stats import (
     Interval,
+    exact_proportion,
     fisher_exact,
     holm,
     mean_interval,
@@ -22,6 +23,7 @@ from rlhf_eval.stats import (
     units_needed,
     verdict_difference,
 )
+from rlhf_eval.stats.differences import EXACT
 from rlhf_eval.stats.interval import normal_quantile
 
 __all__ = ["Gate", "GateVerdict", "Scores", "judge_gates", "rows_to_find_drop", "verdict_of_all"]
@@ -98,8 +100,8 @@ class GateVerdict:
         other_rows: Rows that they were compared with, if those are other ones; else None.
         too_few_others: Whether no number of the candidate's rows would do because those are too few.
         missing_rows: Further rows of the candidate that would show a pass with probability 0.8, if no
-            difference is the truth (with a margin) or the estimate is; None unless inconclusive, and where no
-            number would.
+            difference is the truth (with a margin) or the estimate is, 0 where as many as there are should
+            have; None unless inconclusive, and where no number would.
         p_value: One-sided, of failing by chance, corrected by Holm over all gates.
     """
 
@@ -126,19 +128,20 @@ class GateVerdict:
         if math.isnan(self.estimate):
             none = "the candidate has none yet" if not self.rows else "what it is compared with has none yet"
             return f"{self.metric}: {self.rows} rows{against} do not decide {self.condition}; {none}"
-        found = (
-            f"{self.metric}: {self.estimate:+.4g} [{self.low:+.4g}, {self.high:+.4g}] over {self.rows} rows"
-            f"{against}"
-        )
+        ends = "" if math.isnan(self.low) else f" [{self.low:+.4g}, {self.high:+.4g}]"
+        found = f"{self.metric}: {self.estimate:+.4g}{ends} over {self.rows} rows{against}"
         said = {
             "pass": f"shows {self.condition}",
             "fail": f"contradicts {self.condition} (p = {self.p_value:.2g})",
             "inconclusive": f"does not decide {self.condition}",
         }[self.outcome]
         more = ""
-        if self.outcome == "inconclusive" and self.missing_rows is not None:
+        if self.outcome == "inconclusive" and self.missing_rows == 0:
+            more = f"; as many rows show it with a probability of {_POWER:.0%}, so a few more may"
+        elif self.outcome == "inconclusive" and self.missing_rows is not None:
+            rows = "row" if self.missing_rows == 1 else "rows"
             more = (
-                f"; about {self.missing_rows:,} more rows would show it, with a probability of {_POWER:.0%}"
+                f"; about {self.missing_rows:,} more {rows} would show it, with a probability of {_POWER:.0%}"
             )
         elif self.outcome == "inconclusive" and self.too_few_others:
             more = (
@@ -328,6 +331,8 @@ def _interval(compared: _Compared, gate: Gate, level: float) -> Interval:
     values = gate.sign * compared.differences
     if compared.verdicts:
         return verdict_difference(values, level=level)
+    if old is None and np.isin(new, (0, 1)).all():
+        return _signed(exact_proportion(new, level=level), gate)
     if old is None and ((new >= 0) & (new <= 1)).all():
         return _signed(proportion_interval(new, level=level), gate)
     found = mean_interval(values, level=level)
@@ -394,7 +399,9 @@ def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | No
         needed = math.ceil(variance / left)
     elif variance:
         needed = units_needed(distance, math.sqrt(variance), power=_POWER, level=level)
+    elif found.method == EXACT:  # all rows agree: (1 - distance)ⁿ is below α
+        needed = math.ceil(math.log(gate.alpha) / math.log1p(-min(distance, 0.99))) + 1
     else:  # all rows agree: where Wilson's bound of a rate of 0 in n rows, z² / (n + z²), meets the limit
         odds = (1 - min(distance, 0.99)) / min(distance, 0.99)
         needed = math.ceil(normal_quantile(1 - gate.alpha) ** 2 * odds) + 1
-    return max(1, needed - len(compared.new)), False
+    return max(0, needed - len(compared.new)), False

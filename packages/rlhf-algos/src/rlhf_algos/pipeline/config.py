@@ -196,6 +196,11 @@ def check_order(stages: list[Stage]) -> None:
                 )
             KINDS[before[reference.stage].kind].path_of(reference)
         if stage.promotes is not None:
+            if not _NAME.fullmatch(stage.promotes):
+                raise ValueError(
+                    f"stages.{stage.name}.promotes is {stage.promotes!r}, which is no name of a role; "
+                    "expected a letter, then letters, digits and _, all lower case"
+                )
             if KINDS[stage.kind].promoted is None:
                 raise ValueError(
                     f"stages.{stage.name} promotes, but a {stage.kind} leaves no model to promote"

@@ -79,15 +79,15 @@ class ResultStore:
         current: What has each role as of the stage that is looked at, which references resolve to.
         holders: What stages gave each role and did not take away again, the oldest first; the last has it. A
             run that decides nothing anew leaves them alone.
-        promotions: Of each stage the last promotion, as the addresses of what it promoted and of the result
-            that says why.
+        promotions: Of each stage the last promotion: `of`, a hash of what it promoted and why, and
+            `artefact`, the address of what it promoted.
     """
 
     root: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     current: dict[str, Current] = field(default_factory=dict)
     holders: dict[str, list[Current]] = field(default_factory=dict)
-    promotions: dict[str, list[str]] = field(default_factory=dict)
+    promotions: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._start: dict[str, Current] = {}
@@ -135,10 +135,11 @@ class ResultStore:
             manifest = self.read_manifest() or {}
         except UserError:  # damaged; it is written again
             manifest = {}
-        self.holders = {
-            role: [Current.from_dict(each) for each in holders]
-            for role, holders in manifest.get("holders", {}).items()
-        }
+        listed = manifest.get("holders")
+        if listed is None:  # of a version that kept of each role the last holder
+            known = {role: each for role, each in manifest.get("current", {}).items() if each["stage"]}
+            listed = {role: [each] for role, each in known.items()}
+        self.holders = {role: [Current.from_dict(each) for each in them] for role, them in listed.items()}
         self.promotions = dict(manifest.get("promotions", {}))
 
     @property
@@ -152,10 +153,10 @@ class ResultStore:
         `address` is that of the stage's result, which says why.
         """
         assert current.stage is not None
-        promotion = [current.artefact.address, address]
-        if self.promotions.get(current.stage) == promotion:
+        why = json_hash([current.artefact.address, address])
+        if self.promotions.get(current.stage, {}).get("of") == why:
             return False
-        self.promotions[current.stage] = promotion
+        self.promotions[current.stage] = {"of": why, "artefact": current.artefact.address}
         holders = self.holders.setdefault(role, [])
         if holders and _same_promotion(holders[-1], current):  # accepted again, by newer evaluations
             holders[-1] = current
@@ -166,14 +167,31 @@ class ResultStore:
     def withdraw(self, role: str, current: Current) -> bool:
         """Take a role from a model that a stage gave it to and now rejects; whether it had it.
 
-        The role goes to the model that had it before and was not rejected since, or to the one at the start.
+        The role goes to the model that had it before, was not rejected since and is still there, or to the
+        one at the start.
         """
         holders = self.holders.get(role, [])
         had = bool(holders) and _same_promotion(holders[-1], current)
-        self.holders[role] = [each for each in holders if not _same_promotion(each, current)]
-        if self.promotions.get(current.stage or "", [""])[0] == current.artefact.address:
-            del self.promotions[current.stage or ""]
+        left = [each for each in holders if not _same_promotion(each, current)]
+        while had and left and not self._is_there(left[-1].artefact):
+            left.pop()
+        self.holders[role] = left
+        last = self.promotions.get(current.stage or "", {})
+        if last.get("artefact", current.artefact.address) == current.artefact.address:
+            self.promotions.pop(current.stage or "", None)
         return had
+
+    def accepted_before(self, role: str, rejected: Current) -> Current | None:
+        """The last model that a stage gave a role to before it rejected this one; None if there is none."""
+        own = (
+            each
+            for each in reversed(self.holders.get(role, []))
+            if each.stage == rejected.stage and each.artefact != rejected.artefact
+        )
+        return next((each for each in own if self._is_there(each.artefact)), None)
+
+    def _is_there(self, artefact: Artefact) -> bool:
+        return artefact.address == HUB or os.path.exists(self.path(artefact))
 
     def set_aside(self, folder: Path, address: str) -> Path | None:
         """Rename a folder whose stage would take what lies there for its own work.
@@ -293,6 +311,12 @@ def package_versions() -> dict[str, str]:
 
 def _point(link: Path, target: str) -> None:
     """Let a link lead to a path, atomically; to a name on the hub it leads nowhere."""
+    if link.parent.exists() and not link.parent.is_dir():
+        raise UserError(
+            f"{link.parent} is a file, expected a folder of links; delete it and run the pipeline again",
+            code="not_a_folder",
+            path=str(link.parent),
+        )
     link.parent.mkdir(parents=True, exist_ok=True)
     where = os.path.relpath(target, link.parent) if os.path.exists(target) else target
     if link.is_symlink() and os.readlink(link) == where:

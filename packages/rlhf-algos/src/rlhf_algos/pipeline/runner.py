@@ -279,6 +279,11 @@ class Pipeline:
             self.store.reject(stage.name, planned.address, verdict, candidate)
             if stage.promotes and verdict["outcome"] == "fail":
                 self._withdraw(stage.promotes, Current(candidate, stage.name))
+        if stage.promotes:
+            former = self.store.accepted_before(stage.promotes, Current(candidate, stage.name))
+            if former is not None:
+                self._undecided.pop(stage.promotes, None)
+                self.store.current[stage.promotes] = former
         self.on_event("rejected", stage.name, "; ".join(verdict["reasons"]))
         if stage.on_failure == "stop":
             self._ended.add(stage.loop or "")

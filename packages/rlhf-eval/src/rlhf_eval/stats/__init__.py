@@ -15,6 +15,7 @@ from rlhf_eval.stats.controlled import controlled_win_rate as controlled_win_rat
 from rlhf_eval.stats.controlled import length_feature as length_feature
 from rlhf_eval.stats.controlled import style_counts as style_counts
 from rlhf_eval.stats.controlled import style_features as style_features
+from rlhf_eval.stats.differences import exact_proportion as exact_proportion
 from rlhf_eval.stats.differences import mean_interval as mean_interval
 from rlhf_eval.stats.differences import mean_of_parts as mean_of_parts
 from rlhf_eval.stats.differences import non_inferior as non_inferior

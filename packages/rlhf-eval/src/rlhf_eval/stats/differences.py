@@ -28,6 +28,8 @@ Clusters = Sequence[Hashable] | np.ndarray | None
 VERDICTS = (0, 0.5, 1)
 """Lost, tied, won; wrong, half right, right."""
 
+EXACT = "Clopper-Pearson"
+"""Method of an interval that covers at least its level."""
 _METHOD = "studentised bootstrap"
 _NO_SPREAD = "no spread seen"
 _FEW_UNITS = 8
@@ -181,6 +183,41 @@ def proportion_interval(
     low, high = _wilson_of(mean, error, sample.units, level)
     method = "Wilson, effective sample size"
     return Interval(mean, low, high, level, method, unit, sample.units, error)
+
+
+def exact_proportion(values: ArrayLike, *, level: float = 0.95, unit: str = "row") -> Interval:
+    """A rate k/n of independent rows of 0 and 1, with an interval that covers at least its level.
+
+    Its ends are the rates p at which P(X ≥ k) and P(X ≤ k) of a binomial X are (1 − level)/2; 0 and 1 where
+    k is 0 and n (Clopper & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of
+    the binomial", https://doi.org/10.1093/biomet/26.4.404).
+
+    Raises:
+        ValueError: a value is neither 0 nor 1, or there is none.
+    """
+    check_level(level)
+    found = np.asarray(values, dtype=float)
+    if not found.size or not np.isin(found, (0, 1)).all():
+        raise ValueError("a rate takes values of 0 and 1, and at least one")
+    n, k = found.size, int(found.sum())
+    low = 0.0 if k == 0 else 1 - _largest_rate(n - k, n, (1 - level) / 2)
+    high = 1.0 if k == n else _largest_rate(k, n, (1 - level) / 2)
+    rate = k / n
+    return Interval(rate, low, high, level, EXACT, unit, n, math.sqrt(rate * (1 - rate) / n))
+
+
+def _largest_rate(k: int, n: int, probability: float) -> float:
+    """The rate p at which a binomial of n trials has at most k with this probability, by halving."""
+    counts = np.arange(k + 1)
+    logs = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in counts])
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        if np.exp(logs + counts * math.log(rate) + (n - counts) * math.log1p(-rate)).sum() > probability:
+            low = rate
+        else:
+            high = rate
+    return high
 
 
 def proportion_difference(
