@@ -136,9 +136,8 @@ class ResultStore:
         except UserError:  # damaged; it is written again
             manifest = {}
         listed = manifest.get("holders")
-        if listed is None:  # of a version that kept of each role the last holder
-            known = {role: each for role, each in manifest.get("current", {}).items() if each["stage"]}
-            listed = {role: [each] for role, each in known.items()}
+        if listed is None:
+            listed = _holders_of_earlier(manifest)
         self.holders = {role: [Current.from_dict(each) for each in them] for role, them in listed.items()}
         self.promotions = dict(manifest.get("promotions", {}))
 
@@ -292,6 +291,16 @@ class ResultStore:
         folder = self.root / "rejected" / f"{stage}-{address[:16]}"
         reason = {"stage": stage, "candidate": asdict(candidate), **verdict}
         atomic_write_json(folder / "reason.json", finite(reason))
+
+
+def _holders_of_earlier(manifest: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The holders in a manifest of a version that knew, besides who has a role, who had it just before."""
+    found = {}
+    for role, each in manifest.get("current", {}).items():
+        before = manifest.get("promotions", {}).get(each["stage"], {}).get("before")
+        both = [before, each] if before and before["artefact"] != each["artefact"] else [each]
+        found[role] = [one for one in both if one["stage"] is not None]
+    return found
 
 
 def _same_promotion(one: Current, other: Current) -> bool:
