@@ -88,7 +88,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stories", type=Path, help="folder of stories260k")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["9M"])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
