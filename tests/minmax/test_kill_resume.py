@@ -262,7 +262,7 @@ def test_kills_during_checkpoint_writes(tmp_path, whole):
 @pytest.mark.proof
 @pytest.mark.slow
 def test_kills_with_everything_switched_on(tmp_path, make_config, everything):
-    """Every dual rule, critic, guard, pool and average, gates, held-out scorers and probes."""
+    """Dual ascent, critic, guards, past players, held-out scorers and probes."""
     config = make_config(*everything, *MORE)
     atomic_write_json(tmp_path / "config.json", config.to_dict())
     whole = Whole.play(tmp_path / "whole", ["--config", str(tmp_path / "config.json")])
@@ -279,10 +279,9 @@ def test_kills_with_everything_switched_on(tmp_path, make_config, everything):
 def assert_everything_happens(folder: Path) -> None:
     """What is switched on is also met in so short a run, so that a checkpoint has to hold it."""
     played, results = rows(folder), read_json(folder / "results.json")
-    assert played[-1]["guard/rollbacks"]
+    assert any(row.get("guard/rollbacks") or row.get("guard/policy_rollbacks") for row in played)
     updates = [bool(row.get("monitor/updates")) for row in played]
     assert True in updates[2:] and False in updates[2:], "the monitor never stops, or never learns"
-    for name in ("truthfulness", "kl"):
-        assert len({row.get(f"dual/{name}/lambda") for row in played} - {None}) > 1, name
+    assert len({row.get("dual/lambda") for row in played} - {None}) > 1
     assert any("eval_minmax/heldout_reward" in row for row in played)
     assert all(results[block] for block in ("plain", "cross_play", "best_response", "past_best_responses"))
