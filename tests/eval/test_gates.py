@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_what_cannot_be_judged_is_refused() -> None:
     ],
 )
 def test_shares_against_a_threshold_are_tested_exactly(
-    right: int, rows: int, op: str, threshold: float, outcome: str
+    right: int, rows: int, op: Any, threshold: float, outcome: str
 ) -> None:
     """Of independent rows the risk of a wrong verdict is a binomial's, also near 0 and 1."""
     gate = Gate(metric="rating", op=op, threshold=threshold)

@@ -14,6 +14,7 @@ from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines import continuous_batching
 from rlhf_infer.engines.batched_requests import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
+from rlhf_infer.engines.speculative_batch import JoinedCohort
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31], [5, 6, 7, 8, 9, 10, 11]]
@@ -79,7 +80,7 @@ def test_requests_that_began_at_different_times_are_joined(
     """
     engine = TransformersEngine(lively_model(name, max_position_embeddings=128), LetterTokenizer())
     joined, widest = [], [0]
-    join = continuous_batching.JoinedCohort
+    join = JoinedCohort
 
     def counted(cohorts: Any) -> Any:
         joined.append(len(cohorts))
