@@ -23,7 +23,7 @@ from rlhf_eval.stats import (
     units_needed,
     verdict_difference,
 )
-from rlhf_eval.stats.differences import EXACT
+from rlhf_eval.stats.differences import EXACT, rows_that_agree
 from rlhf_eval.stats.interval import normal_quantile
 
 __all__ = ["Gate", "GateVerdict", "Scores", "judge_gates", "rows_to_find_drop", "verdict_of_all"]
@@ -399,9 +399,6 @@ def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | No
         needed = math.ceil(variance / left)
     elif variance:
         needed = units_needed(distance, math.sqrt(variance), power=_POWER, level=level)
-    elif found.method == EXACT:  # all rows agree: (1 - distance)ⁿ is below α
-        needed = math.ceil(math.log(gate.alpha) / math.log1p(-min(distance, 0.99))) + 1
-    else:  # all rows agree: where Wilson's bound of a rate of 0 in n rows, z² / (n + z²), meets the limit
-        odds = (1 - min(distance, 0.99)) / min(distance, 0.99)
-        needed = math.ceil(normal_quantile(1 - gate.alpha) ** 2 * odds) + 1
+    else:
+        needed = rows_that_agree(distance, gate.alpha, exact=found.method == EXACT)
     return max(0, needed - len(compared.new)), False

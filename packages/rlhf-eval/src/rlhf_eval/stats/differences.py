@@ -220,6 +220,17 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
     return high
 
 
+def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
+    """Rows, all alike, from which on a bound of their rate of 0 lies below a distance in (0, 1), and one more.
+
+    Exact: (1 − distance)ⁿ < α; else Wilson's bound z² / (n + z²).
+    """
+    least = min(distance, 0.99)
+    if exact:
+        return math.ceil(math.log(alpha) / math.log1p(-least)) + 1
+    return math.ceil(normal_quantile(1 - alpha) ** 2 * (1 - least) / least) + 1
+
+
 def proportion_difference(
     first: ArrayLike, second: ArrayLike, *, level: float = 0.95, unit: str = "row"
 ) -> Interval:
