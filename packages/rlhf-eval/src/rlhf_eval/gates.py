@@ -126,8 +126,8 @@ class GateVerdict:
         """One line: what was found, and what is missing."""
         against = "" if self.other_rows is None else f" against {self.other_rows} other ones"
         if math.isnan(self.estimate):
-            none = "the candidate has none yet" if not self.rows else "what it is compared with has none yet"
-            return f"{self.metric}: {self.rows} rows{against} do not decide {self.condition}; {none}"
+            whose = "what it is compared with" if self.rows else "the candidate"
+            return f"{self.metric}: {self.rows} rows{against} decide nothing; {whose} has none yet"
         ends = "" if math.isnan(self.low) else f" [{self.low:+.4g}, {self.high:+.4g}]"
         found = f"{self.metric}: {self.estimate:+.4g}{ends} over {self.rows} rows{against}"
         said = {
@@ -139,10 +139,7 @@ class GateVerdict:
         if self.outcome == "inconclusive" and self.missing_rows == 0:
             more = f"; as many rows show it with a probability of {_POWER:.0%}, so a few more may"
         elif self.outcome == "inconclusive" and self.missing_rows is not None:
-            rows = "row" if self.missing_rows == 1 else "rows"
-            more = (
-                f"; about {self.missing_rows:,} more {rows} would show it, with a probability of {_POWER:.0%}"
-            )
+            more = f"; about {self.missing_rows:,} more would show it, with a probability of {_POWER:.0%}"
         elif self.outcome == "inconclusive" and self.too_few_others:
             more = (
                 f"; no number of rows would show it against {self.other_rows} other ones, so more of both "
@@ -298,14 +295,14 @@ def _judge(gate: Gate, compared: _Compared) -> GateVerdict:
         nothing = (math.nan, math.nan, math.nan, len(compared.new), None, 1.0)
         return GateVerdict(gate.metric, condition, "inconclusive", *nothing, other_rows=other_rows)
     found = _interval(compared, gate, 1 - 2 * gate.alpha)
-    ends = sorted((gate.sign * found.low, gate.sign * found.high))
+    low, high = sorted((gate.sign * found.low, gate.sign * found.high))
     missing, too_few_others = _missing(gate, compared, found)
     return GateVerdict(
         gate.metric,
         condition,
         "inconclusive",
         gate.sign * found.estimate,
-        *(ends[0], ends[1], len(compared.new)),
+        *(low, high, len(compared.new)),
         missing_rows=missing,
         p_value=_fail_p(gate, compared, found),
         other_rows=other_rows,
@@ -384,11 +381,10 @@ def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | No
 
     And whether none would because what it is compared with has too few rows of its own.
     """
-    limit = gate.passes_above
-    distance = -limit if gate.margin is not None else found.estimate - limit
+    distance = (0.0 if gate.margin is not None else found.estimate) - gate.passes_above
     if not distance > 0:
         return None, False
-    level, unpaired = 1 - 2 * gate.alpha, compared.old is not None and not compared.paired
+    unpaired = compared.old is not None and not compared.paired
     variance = float((compared.new if unpaired else compared.differences).var())
     if unpaired and compared.old is not None and compared.old.var():
         # var/n + var_old/m may be (distance / (z_(1−α) + z_power))², of which the other rows leave the rest
@@ -398,7 +394,7 @@ def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | No
             return None, True
         needed = math.ceil(variance / left)
     elif variance:
-        needed = units_needed(distance, math.sqrt(variance), power=_POWER, level=level)
+        needed = units_needed(distance, math.sqrt(variance), power=_POWER, level=1 - 2 * gate.alpha)
     else:
         needed = rows_that_agree(distance, gate.alpha, exact=found.method == EXACT)
     return max(0, needed - len(compared.new)), False

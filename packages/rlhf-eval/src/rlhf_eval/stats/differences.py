@@ -221,7 +221,7 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
 
 
 def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
-    """Rows, all alike, from which on a bound of their rate of 0 lies below a distance in (0, 1), and one more.
+    """Rows, all alike, from which on a bound of their rate of 0 is below a distance in (0, 1); one more.
 
     Exact: (1 − distance)ⁿ < α; else Wilson's bound z² / (n + z²).
     """
