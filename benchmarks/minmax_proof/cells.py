@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,33 @@ def play_cells(play: Play, waves: Sequence[Sequence[tuple[Any, ...]]], work: Pat
                 found[jobs[done]] = done.result()
                 print(f"{len(found)} of {total}: {jobs[done]}", file=sys.stderr, flush=True)
     return [found[cell] for wave in waves for cell in wave]
+
+
+def arms_parser(about: str | None, arms: Collection[str], seeds: Sequence[int], work: str) -> ArgumentParser:
+    """The options of an experiment that plays arms on seeds: `seeds`, `arms`, `work`, `workers`, `output`."""
+    parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--arms", nargs="+", default=list(arms), choices=arms)
+    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof") / work)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+def play_arms(play: Play, options: Namespace, benchmark: str) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Play every arm on every seed, the first arm first, as it builds the models that the others start from.
+
+    Returns:
+        What `play` returned by (seed, arm), and the head of the report: seeds, provenance, errors.
+    """
+    first, *others = options.arms
+    waves = [[(seed, first) for seed in options.seeds]]
+    waves.append([(seed, arm) for seed in options.seeds for arm in others])
+    cells = [cell for wave in waves for cell in wave]
+    runs = dict(zip(cells, play_cells(play, waves, options.work.resolve(), options.workers), strict=True))
+    found: dict[str, Any] = {"benchmark": benchmark, "seeds": options.seeds, **provenance()}
+    found["errors"] = {"-".join(map(str, cell)): row["error"] for cell, row in runs.items() if "error" in row}
+    return runs, found
 
 
 def name_of(cell: Sequence[Any]) -> str:

@@ -19,12 +19,11 @@ the negative ones (exploitability), and mean cross-play tables.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from cells import play_cells, provenance, summary
+from cells import arms_parser, play_arms, summary
 from default_run import run
 
 from rlhf_data import atomic_write_json
@@ -106,23 +105,10 @@ def draw(found: dict[str, Any], arms: list[str], path: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(441, 444)))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/equilibrium"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
+    parser = arms_parser(__doc__, ARMS, range(441, 444), "equilibrium")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    first, *others = options.arms  # the first arm builds the models
-    waves = [[(seed, first) for seed in options.seeds]]
-    waves.append([(seed, arm) for seed in options.seeds for arm in others])
-    cells = [cell for wave in waves for cell in wave]
-    runs = dict(zip(cells, play_cells(play, waves, options.work.resolve(), options.workers), strict=True))
-    found: dict[str, Any] = {"benchmark": "minmax_equilibrium", "seeds": options.seeds, **provenance()}
-    found["errors"] = {"-".join(map(str, cell)): row["error"] for cell, row in runs.items() if "error" in row}
+    runs, found = play_arms(play, options, "minmax_equilibrium")
     for arm in options.arms:
         rows = [runs[seed, arm] for seed in options.seeds if "error" not in runs[seed, arm]]
         if not rows:

@@ -21,12 +21,11 @@ intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from cells import difference, play_cells, provenance, summary
+from cells import arms_parser, difference, play_arms, summary
 from default_run import run
 
 from rlhf_data import atomic_write_json
@@ -55,23 +54,9 @@ def play(seed: int, arm: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(211, 219)))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/report_game"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    first, *others = options.arms  # the first arm builds the models
-    waves = [[(seed, first) for seed in options.seeds]]
-    waves.append([(seed, arm) for seed in options.seeds for arm in others])
-    work = options.work.resolve()
-    cells = [cell for wave in waves for cell in wave]
-    runs = dict(zip(cells, play_cells(play, waves, work, options.workers), strict=True))
-    found: dict[str, Any] = {"benchmark": "minmax_reports", "seeds": options.seeds, **provenance()}
-    found["errors"] = {"-".join(map(str, cell)): row["error"] for cell, row in runs.items() if "error" in row}
+    options = arms_parser(__doc__, ARMS, range(211, 219), "report_game").parse_args()
+    runs, found = play_arms(play, options, "minmax_reports")
+    first = options.arms[0]
     for arm in options.arms:
         rows = [runs[seed, arm] for seed in options.seeds]
         names = dict.fromkeys(name for row in rows for name in row if name != "error")

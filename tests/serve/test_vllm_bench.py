@@ -23,7 +23,7 @@ main(parser.parse_args())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("VLLM_PYTHON"), reason="VLLM_PYTHON is not set")
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
@@ -31,6 +31,9 @@ def test_every_request_of_the_load_test_gets_all_its_tokens(
     start: Callable[..., Any], folders: Path, tmp_path: Path, backend: str, endpoint: str
 ) -> None:
     """Streams that arrive at random moments, 16 tokens each whatever the model would end."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON, the Python of an environment with vLLM, is not set")
     server = start(process=True)
     options = {
         "backend": backend,
@@ -47,7 +50,7 @@ def test_every_request_of_the_load_test_gets_all_its_tokens(
         "result-filename": "result.json",
     }
     listed = [word for name, value in options.items() for word in (f"--{name}", value)]
-    command = [os.environ["VLLM_PYTHON"], "-c", BENCH, *listed, "--ignore-eos", "--save-result"]
+    command = [python, "-c", BENCH, *listed, "--ignore-eos", "--save-result"]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )

@@ -198,8 +198,8 @@ def check_order(stages: list[Stage]) -> None:
         if stage.promotes is not None:
             if not _NAME.fullmatch(stage.promotes):
                 raise ValueError(
-                    f"stages.{stage.name}.promotes is {stage.promotes!r}, which is no name of a role; "
-                    "expected a letter, then letters, digits and _, all lower case"
+                    f"stages.{stage.name}.promotes is {stage.promotes!r}; a role's name is a lower-case "
+                    "letter, followed by lower-case letters, digits or _"
                 )
             if KINDS[stage.kind].promoted is None:
                 raise ValueError(

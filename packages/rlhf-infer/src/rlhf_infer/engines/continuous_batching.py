@@ -325,7 +325,7 @@ class ContinuousBatcher:
         self._running = [each for each in self._running if not each.cohort.finished]
 
     def _join(self) -> None:
-        """Decode as one what began at different times, once it is many cohorts: each costs a pass time."""
+        """Merge cohorts of one kind once there are many: attention runs once per cohort and layer."""
         if len(self._running) <= _APART:
             return
         kinds: list[list[Running]] = []
@@ -346,7 +346,7 @@ class ContinuousBatcher:
         return joinable(each.cohort) and within_window(self.engine.model, longest)
 
     def _groups(self, kind: list[Running]) -> list[list[Running]]:
-        """Several cohorts each that fit at their longest, and of whose keys at least half are no padding."""
+        """Cohorts to merge: they fit `max_batch_tokens` at full length, and at most half is padding."""
         groups: list[list[Running]] = []
         for each in sorted(kind, key=lambda one: one.cohort.needed_tokens()):
             if groups and self._fit_together([*groups[-1], each]):

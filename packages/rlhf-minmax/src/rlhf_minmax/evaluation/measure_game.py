@@ -85,13 +85,15 @@ def past_best_responses(
 ) -> list[dict[str, float]] | None:
     """`best_responses` of the past players, rows with their `step`; None without probes or past players.
 
-    `metrics` are the rows of the run's steps, which have λ.
+    `metrics` are the rows of the run's steps, which have λ; players of a step without a row are left out.
     """
-    multipliers = {row["step"]: row["dual/lambda"] for row in metrics}
+    multipliers = {row["step"]: row.get("dual/lambda") for row in metrics}
     rows: list[dict[str, float]] = []
     for policy, monitor in zip(past["policy"].members, past["monitor"].members, strict=True):
+        if (multiplier := multipliers.get(policy.step)) is None:
+            continue
         with playing(pipeline.players.policy, policy), playing(pipeline.players.monitor, monitor):
-            found = best_responses(pipeline, multipliers[policy.step], stories)
+            found = best_responses(pipeline, multiplier, stories)
         if found is not None:
             rows.append({"step": policy.step, **found})
     return rows or None
