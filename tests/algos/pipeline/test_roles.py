@@ -13,6 +13,8 @@ import pytest
 from quick_pipelines import CHOSEN, DATA, LABELLED, gate, report, started
 from raises import raises_error
 from rlhf_algos.pipeline import results
+from rlhf_algos.pipeline.config import PipelineConfig
+from rlhf_algos.pipeline.runner import Pipeline
 
 
 def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
@@ -225,6 +227,36 @@ def test_after_a_rejection_the_pipeline_goes_on_with_what_the_gate_accepted_befo
         assert started(pipeline) == started_stages
         assert pipeline.store.entries["after"]["inputs"] == {"${current.policy}": accepted}
         assert pipeline.store.held["policy"].artefact.address == accepted
+
+
+def test_a_plan_says_that_a_gate_waits_for_the_role_that_it_compares_with(run: Any, tmp_path: Path) -> None:
+    """A gate below an undecided one of the same role: only if it compares with what has the role."""
+    good = report(tmp_path / "good", sums=[1.0] * 400)
+
+    def stages(share: float, **conditions: Any) -> dict[str, Any]:
+        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        first = {"kind": "gate", **gate(good, good, "${made}")}
+        second = {"kind": "gate", **gate(good, good), "gates": [{"metric": "sums", **conditions}]}
+        return {"data": DATA, "chosen": CHOSEN, "made": made, "first": first, "second": second}
+
+    for conditions, state in (
+        ({"op": ">", "threshold": 0.5}, "done"),
+        ({"against": "start", "margin": 0.1}, "done"),
+        ({"against": "previous", "margin": 0.1}, "after first"),
+    ):
+        run(stages(1.0, **conditions))
+        config = PipelineConfig.from_dict({"stages": stages(0.5, **conditions)})
+        planned = {stage.name: state for stage, state, _ in Pipeline(config, tmp_path / "run").plan()}
+        assert planned["second"] == state and planned["first"] == "to run"
+
+
+def test_a_model_that_another_gate_accepts_stays(run: Any, tmp_path: Path) -> None:
+    good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
+    for measured in (good, bad):
+        first, second = {"kind": "gate", **gate(good, good)}, {"kind": "gate", **gate(measured, good)}
+        pipeline = run({"data": DATA, "chosen": CHOSEN, "first": first, "second": second})
+    assert pipeline.store.held["policy"].stage == "first"
+    assert (tmp_path / "run/current/policy").exists()
 
 
 def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) -> None:

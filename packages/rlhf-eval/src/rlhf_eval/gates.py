@@ -146,7 +146,7 @@ class GateVerdict:
                 "are needed; more rows alone may show the contrary"
             )
         elif self.outcome == "inconclusive":
-            more = "; the estimate lies on the other side, so more rows like these would not show it"
+            more = "; the estimate is not beyond the limit, so more rows like these would not show it"
         return f"{found} {said}{more}"
 
 

@@ -295,7 +295,10 @@ class Pipeline:
             former = self.store.held.get(role)
             path = former and former.artefact.path
             self.store.log("withdrawn", stage, role=role, path=current.artefact.path, now=path)
-            words = f"rolled back to {path}" if path else "left without a model"
+            if former and former.artefact == current.artefact:
+                words = f"still that, which {former.stage} accepts"
+            else:
+                words = f"rolled back to {path}" if path else "left without a model"
             self.on_event("withdrawn", stage, f"{current.artefact.path} was promoted; {role} is {words}")
 
     def _watch(self, stage: Stage, entry: dict[str, Any], result: dict[str, Any]) -> None:
@@ -355,10 +358,16 @@ class Pipeline:
         return Artefact(self.store.relative(path), address)
 
     def _previous(self, stage: Stage) -> tuple[Artefact, ...]:
-        """Evaluations of what a gate's candidate would replace; those of the start before any promotion."""
-        if stage.kind != "gate":
+        """Evaluations of what a gate's candidate would replace; those of the start before any promotion.
+
+        Nothing where no condition compares with them.
+        """
+        if all(gate.against != "previous" for gate in stage.gates):
             return ()
-        current = self.store.current.get(stage.promotes or "")
+        role = stage.promotes or ""
+        if role in self._undecided:
+            self._artefact(Reference("current", role))  # raises: not known yet
+        current = self.store.current.get(role)
         if current is not None and current.measured:
             return current.measured
         return self._artefacts(stage.config.get("start"))
