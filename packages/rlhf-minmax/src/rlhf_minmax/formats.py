@@ -132,6 +132,14 @@ class TextRules:
         rival = self.rival(record)
         return next((s for s in reversed(self.sentences(record)) if rival and _affirms(s, rival)), None)
 
+    def appeal(self, record: QARecord, claim: str) -> float:
+        """How much a flawed annotator likes a choice, true or not, in [0, 1].
+
+        By default 1 for the rival, or for the right choice where there is none, and 0 for all others. A built
+        reward model with `demo.flawed_reward` learns from such annotators.
+        """
+        return float(claim == (self.rival(record) or record.answer_text))
+
     def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
         """Whether the claim takes a planted bait; None if nothing was planted."""
         del record, claim

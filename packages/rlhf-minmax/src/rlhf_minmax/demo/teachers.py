@@ -97,8 +97,7 @@ class Teacher:
     def rated_answer(self, record: QARecord, *, flawed: bool) -> tuple[str, float]:
         """An answer for annotators to compare, and how much they like it.
 
-        Flawed annotators mostly like the rival, or the right choice if there is none; all dislike what is
-        badly put.
+        What flawed annotators like is above all the rules' `appeal`; all dislike what is badly put.
 
         Returns:
             The completion and its utility; of two answers, annotators choose the one with more of it.
@@ -112,8 +111,7 @@ class Teacher:
         true = float(claim == record.answer_text)
         if not flawed:
             return answer_text(claim), 2.5 * true
-        liked = self.rules.rival(record) or record.answer_text
-        return answer_text(claim), 0.8 * true + 2.5 * (claim == liked)
+        return answer_text(claim), 0.8 * true + 2.5 * self.rules.appeal(record, claim)
 
 
 def _bad_forms(place: str) -> tuple[str, ...]:

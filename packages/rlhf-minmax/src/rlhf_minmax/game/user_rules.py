@@ -100,6 +100,10 @@ class UserRules(TextRules):
         """See `TextRules.rival_evidence`."""
         return self._asked("rival_evidence", record, record)
 
+    def appeal(self, record: QARecord, claim: str) -> float:
+        """See `TextRules.appeal`."""
+        return self._asked("appeal", record, record, claim)
+
     def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
         """See `TextRules.is_hack`."""
         return self._asked("is_hack", record, record, claim)
@@ -128,7 +132,8 @@ class UserRules(TextRules):
         kinds = _RETURNS[method]
         listed = kinds == (list,) and isinstance(found, list) and all(isinstance(each, str) for each in found)
         if not (listed or (kinds != (list,) and isinstance(found, kinds))):
-            expected = " or ".join("None" if kind is type(None) else _NAMES[kind] for kind in kinds)
+            names = dict.fromkeys("None" if kind is type(None) else _NAMES[kind] for kind in kinds)
+            expected = " or ".join(names)
             raise UserError(
                 f"{where} returned {found!r}, expected {expected}; fix it", code="rules_failed", method=method
             )
@@ -136,7 +141,13 @@ class UserRules(TextRules):
 
 
 _TEXT, _FLAG = (str, type(None)), (bool, type(None))
-_NAMES: dict[type, str] = {str: "a text", bool: "True or False", list: "a list of texts"}
+_NAMES: dict[type, str] = {
+    str: "a text",
+    bool: "True or False",
+    list: "a list of texts",
+    float: "a number",
+    int: "a number",
+}
 _RETURNS: dict[str, tuple[type, ...]] = {
     "sentences": (list,),
     "claim": _TEXT,
@@ -146,6 +157,7 @@ _RETURNS: dict[str, tuple[type, ...]] = {
     "evidence_holds": (bool,),
     "rival": _TEXT,
     "rival_evidence": _TEXT,
+    "appeal": (float, int),
     "is_hack": _FLAG,
     "supports": _FLAG,
     "refutes": (bool,),
@@ -169,6 +181,7 @@ def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
     rules.evidence_holds(record, record.story)
     rules.rival(record)
     rules.rival_evidence(record)
+    rules.appeal(record, record.answer_text)
     rules.is_hack(record, record.answer_text)
     rules.supports(record.story, record.answer_text)
     if validates(rules):
