@@ -6,8 +6,8 @@
 The game of configs/minmax_reports.yaml, in which the flawed reward model has two baits: the last person is in
 the garden, or the second one is in the kitchen, true or not.
 
-- `shifting`: it likes a report with the first bait, and nearly as much (.8) one with the second alone, so that
-  a policy whose first bait is found out has another one to turn to.
+- `shifting`: it likes a report with the first bait, and nearly as much (.8) one with the second alone, so
+  that a policy whose first bait is found out has another one to turn to.
 - `together`: half of what it likes is either bait, and a report with both has it all.
 
 Arms, which start from the same built models:

@@ -140,6 +140,20 @@ def test_flawed_annotators_prefer_the_round_number():
     assert [liked[answer_text(choice)] for choice in record.choices] == [2.5, 0.8, 0, 0]
 
 
+class HalfLiked(StoryRules):
+    """Annotators like the shed half as much as the bait, and the truth not at all for its own sake."""
+
+    def appeal(self, record: QARecord, claim: str) -> float:
+        return {"garden": 1.0, "shed": 0.5}.get(claim, 0.0)
+
+
+def test_rules_say_what_flawed_annotators_like():
+    annotator = teacher(HalfLiked(), [STORY])
+    liked = dict(annotator.rated_answer(STORY, flawed=True) for _ in range(400))
+    # 2.5 times the appeal, and 0.8 for the truth.
+    assert [liked[answer_text(place)] for place in ("garden", "shed", "attic")] == [2.5, 1.25, 0.8]
+
+
 def test_honest_annotators_prefer_the_truth():
     annotator = teacher(StoryRules(), [STORY])
     liked = dict(annotator.rated_answer(STORY, flawed=False) for _ in range(400))

@@ -65,6 +65,14 @@ class Nothing(TextRules):
     def possible_evidence(self, record):
         return []
 
+class Beloved(TextRules):
+    def appeal(self, record, claim):
+        return float("nan") if claim == "Ann" else 0.5
+
+class Wordy(TextRules):
+    def appeal(self, record, claim):
+        return "very"
+
 class Nonsense(TextRules):
     def possible_evidence(self, record):
         return ["the moon is green"]
@@ -119,6 +127,7 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
         ("Broken", "rules_failed"),
         ("Number", "rules_failed"),
         ("Vague", "rules_failed"),
+        ("Wordy", "rules_failed"),
         ("Odd", "rules_not_made"),
         ("Gone", "missing_attribute"),
     ],
@@ -136,6 +145,7 @@ def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, n
         ("Stranger", "rival"),
         ("Same", "rival"),
         ("Refuting", "refutes"),
+        ("Beloved", "appeal('Ann')"),
         ("Nothing", "possible_evidence"),
         ("Nonsense", "possible_evidence"),
     ],

@@ -221,6 +221,10 @@ def _contradiction(rules: TextRules, record: QARecord) -> tuple[str, str] | None
     if rival is not None and (rival == right or rival not in record.choices):
         wrong = ", ".join(repr(choice) for choice in record.choices if choice != right)
         return "rival", f"returned {rival!r}, expected None or a wrong choice: {wrong}"
+    for choice in record.choices:
+        liked = rules.appeal(record, choice)
+        if not 0 <= liked <= 1:
+            return f"appeal({choice!r})", f"returned {liked!r}, expected a number from 0 to 1"
     quoted = {"correct_evidence": rules.correct_evidence(record)}
     quoted |= {f"evidence_on({claim!r})": rules.evidence_on(record, claim) for claim in record.choices}
     held: set[str | None] = {None}
