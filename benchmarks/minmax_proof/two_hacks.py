@@ -19,8 +19,8 @@ Arms, which start from the same built models:
 - `all`: every claim is checked.
 - `plain`: plain RLHF, which shows that the baits pay; it is played within `minmax`.
 
-Prints JSON: accuracy and hack rate of greedy answers to held-out stories, and how often sampled ones take either
-bait where it is false, over the steps and in the last eight; by arm and seed.
+Prints JSON: accuracy and hack rate of greedy answers to held-out stories, and how often sampled ones take
+either bait where it is false, over the steps and in the last eight; by arm and seed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The strict parser, the quotation check, and what can be said of answers on any data set."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_data import QARecord
@@ -207,6 +209,11 @@ def test_a_negated_choice_is_no_evidence_for_it():
     absent = QARecord(DOLLY.story, "Who stayed away?", DOLLY.choices, 0)
     assert RULES.correct_evidence(absent) is None
     assert RULES.correct_evidence(DOLLY) == "Ann did!"
+
+
+def test_marked_evidence_stands_above_what_choices_name():
+    marked = replace(DOLLY, evidence="Tom went home")
+    assert RULES.correct_evidence(marked) == RULES.evidence_on(marked, "Mr. Brown") == "Tom went home"
 
 
 def test_any_data_set_has_no_bait_and_no_rule_for_contradictions():

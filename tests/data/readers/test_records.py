@@ -97,6 +97,21 @@ def test_column_mapping_keeps_other_columns(tmp_path):
         load_qa(path)
 
 
+def test_marked_evidence_is_read_where_a_column_is_named():
+    row = {**_ROW, "story": "Mary went\nhome. It rained.", "quote": "mary  went home."}
+    marked = QADatasetConfig(evidence_column="quote")
+    record = qa_from_row(row, marked)
+    assert record.evidence == "mary went home." and "quote" not in record.extra
+    assert [qa_from_row(row | {"quote": blank}, marked).evidence for blank in (None, " ")] == [None, None]
+    assert qa_from_row(_ROW, marked).evidence is None
+    unmapped = qa_from_row(row)
+    assert unmapped.evidence is None and unmapped.extra["quote"] == row["quote"]
+    with raises_error("foreign_evidence", where="row, field quote"):
+        qa_from_row(row | {"quote": "Mary went away."}, marked)
+    with raises_error("not_a_text", where="row, field quote"):
+        qa_from_row(row | {"quote": ["Mary went home."]}, marked)
+
+
 def test_prompt_template_takes_text_as_it_is():
     config = QADatasetConfig(prompt_template="{{q}} {question} [{choices}] {story}", choice_separator="/")
     record = qa_from_row(_ROW | {"story": "{question} ü", "choices": ["{x}", "y"]})

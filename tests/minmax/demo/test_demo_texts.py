@@ -179,6 +179,24 @@ def test_drills_ask_whether_evidence_names_the_claim(rules, records):
     assert min(outcomes.values()) > 40
 
 
+def test_marked_evidence_speaks_for_the_right_choice_alone():
+    story = "Max climbed the oak. He took the kite down. It rained."
+    evidence = "He took the kite down."
+    record = QARecord(story, "How?", ("The wind blew.", "Max fetched it."), 1, evidence=evidence)
+    shown = teacher(TextRules(), [record])
+    assert [shown.supports(record, evidence, claim) for claim in record.choices] == [False, True]
+    assert not shown.supports(record, "It rained.", "Max fetched it.")
+    assert shown.correct_critique(record, "The wind blew.") == f" {evidence} so wrong"
+    rng, right = random.Random(0), 0
+    for _ in range(400):
+        quoted, claim, supported = drill(rng, [record], TextRules())
+        assert supported == (quoted == evidence and claim == "Max fetched it.")
+        right += supported
+    # Half of the drills quote the marked words, a sixth draws them among the sentences; half of those
+    # claim the right choice: (1/2 + 1/2 * 1/3) / 2 = 1/3.
+    assert 100 < right < 167
+
+
 def test_drills_of_reports_ask_about_false_claims_as_often_as_about_true_ones():
     rng, supports = random.Random(0), []
     for _ in range(1000):

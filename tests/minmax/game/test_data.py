@@ -86,6 +86,21 @@ def test_held_out_rows_are_taken_from_the_training_rows(tmp_path):
     assert [r.story for r in stories.held_out] == ["Two.", "Four."]
 
 
+def test_evidence_that_no_critic_could_quote_is_refused_or_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"question": "Where?", "choices": ["x", "y"], "answer": "x"}
+    told = [{**row, "story": f"Tom went home on day {i}.", "quote": "Tom went home on"} for i in range(20)]
+    bad = {**row, "story": "Tom went home. Ann did not.", "quote": "home. Ann did not."}  # of two sentences
+    path.write_text("".join(json.dumps(each) + "\n" for each in (*told, bad)))
+    columns = {"evidence_column": "quote"}
+    with raises_error("unfit_evidence", where=f"{path}, line 21"):
+        load(train_data=str(path), columns=columns)
+    stories = load(train_data=str(path), columns=columns, on_bad_row="skip")
+    assert len(stories.skipped) == 1 and {r.evidence for r in stories.train} == {"Tom went home on"}
+    with raises_error("missing_column", column="quotation"):
+        load(train_data=str(path), columns={"evidence_column": "quotation"})
+
+
 def test_limits_on_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", [f"Story {i}." for i in range(60)])
     stories = load(train_data=path, train_stories=5, eval_stories=2)

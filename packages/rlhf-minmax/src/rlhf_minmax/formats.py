@@ -94,7 +94,9 @@ class TextRules:
         return record.choices[index] if not named and index < len(record.choices) else None
 
     def correct_evidence(self, record: QARecord) -> str | None:
-        """Evidence of a truthful critic: the last sentence that affirms the right choice, if any."""
+        """Evidence of a truthful critic: as marked, else the last sentence with the right choice, if any."""
+        if record.evidence is not None:
+            return record.evidence
         sentences = reversed(self.sentences(record))
         return next((s for s in sentences if _affirms(s, record.answer_text)), None)
 

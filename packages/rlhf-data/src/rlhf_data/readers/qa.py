@@ -23,8 +23,9 @@ _EVAL_TENTHS = 3
 class QARecord:
     """One multiple-choice question about a story.
 
-    `answer` is the 0-based index of the right choice; None if it is not known. `extra` is everything else
-    known; `where`, the record's place in its file, is not compared.
+    `answer` is the 0-based index of the right choice; None if it is not known. `evidence` are words of the
+    story that show it, where somebody marked them. `extra` is everything else known; `where`, the record's
+    place in its file, is not compared.
     """
 
     story: str
@@ -33,6 +34,7 @@ class QARecord:
     answer: int | None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     where: str = field(default="", compare=False)
+    evidence: str | None = None
 
     @property
     def answer_text(self) -> str:
@@ -61,6 +63,10 @@ class QADatasetConfig(BaseConfig):
 
     answer_column: str = "answer"
     """Column that holds the answer: a choice's text, its label, its 0-based index, or its letter."""
+
+    evidence_column: str | None = None
+    """Column that holds words of the story that show the right answer, as SQuAD and HotpotQA mark them; a row
+    may lack them. Null: none has."""
 
     prompt_template: str = "{story}\n{question}\n{choices}\n"
     """Text of a prompt, with the placeholders {story}, {question} and {choices}."""
@@ -135,7 +141,8 @@ def qa_from_row(
 
     Raises:
         UserError: a column is missing, empty or of the wrong type; fewer than two choices or equal ones;
-            an answer that is none of the choices. The message starts with `where`.
+            an answer that is none of the choices; evidence that the story does not hold. The message starts
+            with `where`.
     """
     columns = (config.story_column, config.question_column, config.choices_column, config.answer_column)
     answer = row.get(config.answer_column)
@@ -152,11 +159,14 @@ def qa_from_row(
             )
     story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
     places = f"{where}, field {columns[2]}", f"{where}, field {columns[3]}"
-    extra = {name: value for name, value in row.items() if name not in columns}
+    marked = config.evidence_column
+    extra = {name: row[name] for name in row if name not in (*columns, marked)}
+    evidence = None if marked is None else _evidence(row.get(marked), story, f"{where}, field {marked}")
     if answer is None:
-        return QARecord(story, question, choice_texts(row[columns[2]], places[0]), None, extra, where)
-    choices, right = parse_choices(row[columns[2]], answer, places)
-    return QARecord(story, question, choices, right, extra, where)
+        choices, right = choice_texts(row[columns[2]], places[0]), None
+    else:
+        choices, right = parse_choices(row[columns[2]], answer, places)
+    return QARecord(story, question, choices, right, extra, where, evidence)
 
 
 def render_prompt(record: QARecord, config: QADatasetConfig = _DEFAULT) -> str:
@@ -172,6 +182,20 @@ def split_of(story: str) -> Literal["train", "eval"]:
     """
     digest = hashlib.md5(story.encode("utf-8"), usedforsecurity=False).hexdigest()
     return "eval" if int(digest, 16) % 10 < _EVAL_TENTHS else "train"
+
+
+def _evidence(value: Any, story: str, where: str) -> str | None:
+    """Words of a story, whatever their case and white space; None for a blank cell."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    text = " ".join(_text(value, where).split())
+    if text.casefold() not in " ".join(story.split()).casefold():
+        raise UserError(
+            f"{where}: {text!r} is not in the story; quote words of it, in a row, or leave the cell empty",
+            code="foreign_evidence",
+            where=where,
+        )
+    return text
 
 
 def _text(value: Any, where: str) -> str:

@@ -90,9 +90,9 @@ class Teacher:
         return critique_text(evidence, "right" if supported else "wrong")
 
     def supports(self, record: QARecord, evidence: str, claim: str) -> bool:
-        """Whether evidence names the claim and no other choice, by the rules or by the words."""
+        """Whether evidence speaks for the claim: by the rules, as it is marked, or by its words."""
         ruled = self.rules.supports(evidence, claim)
-        return ruled if ruled is not None else self.rules.claim(record, evidence) == claim
+        return ruled if ruled is not None else named_by(self.rules, record, evidence) == claim
 
     def rated_answer(self, record: QARecord, *, flawed: bool) -> tuple[str, float]:
         """An answer for annotators to compare, and how much they like it.
@@ -127,6 +127,11 @@ def _bad_forms(place: str) -> tuple[str, ...]:
     )
 
 
+def named_by(rules: TextRules, record: QARecord, evidence: str) -> str | None:
+    """The choice that evidence speaks for: the right one where it is marked so, or the only one it names."""
+    return record.answer_text if evidence == record.evidence else rules.claim(record, evidence)
+
+
 def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:
     """A storyless exercise: evidence, a claim, and whether the evidence speaks for it.
 
@@ -135,7 +140,9 @@ def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> 
     """
     record = rng.choice(records)
     evidence = rng.choice(rules.possible_evidence(record))
-    named = rules.claim(record, evidence)
+    if record.evidence is not None and rng.random() < 0.5:  # other sentences may name no choice at all
+        evidence = record.evidence
+    named = named_by(rules, record, evidence)
     claims = [c for c in record.choices if c != named]
     claim = named if named is not None and rng.random() < 0.5 else rng.choice(claims)
     ruled = rules.supports(evidence, claim)

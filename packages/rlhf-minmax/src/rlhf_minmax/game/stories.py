@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from rlhf_data import (
     QADatasetConfig,
@@ -111,7 +110,7 @@ def load_stories(config: MinMaxConfig) -> Stories:
     rules = load_rules(config)
     check_validator(rules, config)
     skipped: list[str] = []
-    train, held_out = _from_files(data, data.train_data, skipped)
+    train, held_out = _from_files(data, data.train_data, rules, skipped)
     train = train[: data.train_stories]
     building = [record for record in train if record.answer is not None]
     train = hide_answers(train, data.label_share, seed=config.seed)
@@ -164,18 +163,48 @@ def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -
     return Prompts(columns, rules, policy, monitor, config.game.answer_template)
 
 
-def _from_files(
-    data: DataConfig, train_data: str, skipped: list[str]
-) -> tuple[list[QARecord], list[QARecord]]:
-    def load(path: str, *, needs_answer: bool) -> list[QARecord]:
-        more: Any = {"on_bad_row": data.on_bad_row, "skipped": skipped, "needs_answer": needs_answer}
-        return load_qa(path, data.columns, **more)
+def _load(
+    data: DataConfig, path: str, rules: TextRules, skipped: list[str], *, needs_answer: bool
+) -> list[QARecord]:
+    """The rows of a file, whose marked evidence a critic could quote."""
+    columns, more = data.columns, {"on_bad_row": data.on_bad_row, "skipped": skipped}
+    kept = []
+    for record in load_qa(path, columns, needs_answer=needs_answer, **more):
+        if record.evidence is None or rules.evidence_holds(record, record.evidence):
+            kept.append(record)
+            continue
+        error = UserError(
+            f"{record.where}, field {columns.evidence_column}: {record.evidence!r} cannot be a critic's "
+            "evidence, which is a whole sentence or constraint.min_evidence_words words of one; quote the "
+            "sentence, or leave the cell empty",
+            code="unfit_evidence",
+            where=record.where,
+        )
+        if data.on_bad_row == "error":
+            raise error
+        skipped.append(str(error))
+    return kept
 
-    rows = load(train_data, needs_answer=False)
+
+def _check_marked(rows: Sequence[QARecord], column: str | None, path: str) -> None:
+    if column is not None and all(row.evidence is None for row in rows):
+        raise UserError(
+            f"none of the {len(rows)} rows of {path} has a text in {column} (data.columns.evidence_column); "
+            "name the column that quotes the story, or leave the setting out",
+            code="missing_column",
+            column=column,
+        )
+
+
+def _from_files(
+    data: DataConfig, train_data: str, rules: TextRules, skipped: list[str]
+) -> tuple[list[QARecord], list[QARecord]]:
+    rows = _load(data, train_data, rules, skipped, needs_answer=False)
+    _check_marked(rows, data.columns.evidence_column, train_data)
     if all(row.answer is None for row in rows):
         raise _no_labels(len(rows), data.columns)
     if data.eval_data is not None:
-        held_out = load(data.eval_data, needs_answer=True)
+        held_out = _load(data, data.eval_data, rules, skipped, needs_answer=True)
         how = "(stories of --eval-data are not trained on)"
     else:
         held_out = [row for row in rows if row.answer is not None and split_of(row.story) == "eval"]

@@ -53,7 +53,8 @@ def _named(config: MinMaxConfig, stories: Stories) -> str | None:
     if evident == 0 or (share < least and not config.force):
         raise UserError(
             f"{says}, and base and judge learn truthful critiques from those alone (demo.min_evidence_share "
-            f"{least:g}); give --model, --reward-model and --judge-model, or lower it",
+            f"{least:g}); give a column with the words that show the answer (data.columns.evidence_column), "
+            "or --model, --reward-model and --judge-model, or lower it",
             code="too_little_evidence",
         )
     return f"{says}: base and judge are built from those, and the break-even check measured on them"
