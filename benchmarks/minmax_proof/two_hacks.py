@@ -53,6 +53,8 @@ ARMS = {
 }
 KINDS = ("shifting", "together")
 _SECOND, _SECOND_PLACE, _SECOND_APPEAL = 1, "kitchen", 0.8
+_COMMON = ["training.save_steps=null", "demo.reward_steps=1000", "force=true"]
+"""Two features need a longer training; a reward model that likes the first too little is played all the same."""
 _LATE = 8
 """Steps at the end over which rates are averaged."""
 _BAITS = ("first", "second")
@@ -158,7 +160,7 @@ def play(kind: str, seed: int, arm: str, work: Path) -> dict[str, Any]:
     """One run; see `cells.play_cells`."""
     started = time.perf_counter()
     first = arm == next(iter(ARMS))
-    settings = [*ARMS[arm], f"seed={seed}", f"baseline={str(first).lower()}", "training.save_steps=null"]
+    settings = [*ARMS[arm], *_COMMON, f"seed={seed}", f"baseline={str(first).lower()}"]
     written = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config = MinMaxConfig.from_dict(apply_overrides(written, settings))
     drawn, rules = load_stories(config), TwoBaits(kind == "together")
