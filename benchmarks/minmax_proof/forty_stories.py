@@ -6,7 +6,7 @@
 `forty_stories.jsonl` has a story of five sentences, a question, four sentences as choices, and the sentence
 that shows the right one.  Each seed draws 28 stories for training and 12 that are held out.  Players are
 ../shared/data/stories260k, really pretrained on little stories; the reward model is fine-tuned from it on
-1,500 real preference pairs (hh-rlhf); critiques are judged by their verdicts (`judge_model.kind: rule`).
+real preference pairs (hh-rlhf, 100 steps); critiques are judged by their verdicts (`judge_model.kind: rule`).
 
 - `unmarked`: built models, as without any model of one's own, and no column of evidence.
 - `built`: the same with the column of evidence.
@@ -91,7 +91,7 @@ def split(seed: int, folder: Path) -> tuple[Path, Path]:
 def train_reward(folder: Path, seed: int) -> None:
     """A reward model of real preferences."""
     words = ["reward", f"--model={MODEL}", f"--train-data={PAIRS}", "--on-bad-row=skip", f"--seed={seed}"]
-    command(*words, "--epochs=1", f"--output-dir={folder}")
+    command(*words, "--max-steps=100", f"--output-dir={folder}")
 
 
 def fine_tune(stories: Stories, folder: Path, seed: int) -> None:
@@ -107,7 +107,7 @@ def fine_tune(stories: Stories, folder: Path, seed: int) -> None:
     path = folder.with_suffix(".jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     words = ["sft", f"--model={MODEL}", f"--train-data={path}", f"--eval-data={path}", f"--seed={seed}"]
-    command(*words, "--epochs=40", "--set=learning_rate=1e-3", f"--output-dir={folder}")
+    command(*words, "--epochs=15", "--set=learning_rate=1e-3", f"--output-dir={folder}")
 
 
 def likeliest(stories: Stories, model: Path) -> dict[str, float]:

@@ -54,7 +54,7 @@ ARMS = {
 KINDS = ("shifting", "together")
 _SECOND, _SECOND_PLACE, _SECOND_APPEAL = 1, "kitchen", 0.8
 _COMMON = ["training.save_steps=null", "demo.reward_steps=1000", "force=true"]
-"""Two features need a longer training; a reward model that likes the first too little is played all the same."""
+"""Two features take longer to learn; a reward model that likes them too little is played all the same."""
 _LATE = 8
 """Steps at the end over which rates are averaged."""
 _BAITS = ("first", "second")
