@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def _checkpoint(run: RunFolder, step: int) -> None:
 def test_an_end_says_how_to_go_on(
     tmp_path: Path, error: type[BaseException], begun: bool, before: int, after: int, told: bool
 ) -> None:
-    run = RunFolder.create(tmp_path / "run")
+    run = RunFolder.create(tmp_path / "a run")
     if begun:
         (run.path / "config.json").write_text("{}")
     if before:
@@ -51,7 +52,7 @@ def test_an_end_says_how_to_go_on(
         if after > before:
             _checkpoint(run, after)
         raise error("no reply")
-    expected = [f"continue with: rlhf-train minmax --resume {run.path}"] if told else []
+    expected = [f"continue with: rlhf-train minmax --resume {shlex.quote(str(run.path))}"] if told else []
     assert getattr(raised.value, "__notes__", []) == expected
 
 

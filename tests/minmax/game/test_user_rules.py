@@ -69,6 +69,10 @@ class Beloved(TextRules):
     def appeal(self, record, claim):
         return float("nan") if claim == "Ann" else 0.5
 
+class Denying(TextRules):
+    def supports(self, evidence, claim):
+        return False
+
 class Wordy(TextRules):
     def appeal(self, record, claim):
         return "very"
@@ -146,6 +150,7 @@ def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, n
         ("Same", "rival"),
         ("Refuting", "refutes"),
         ("Beloved", "appeal('Ann')"),
+        ("Denying", "supports"),
         ("Nothing", "possible_evidence"),
         ("Nonsense", "possible_evidence"),
     ],
@@ -162,6 +167,14 @@ def test_rules_that_contradict_themselves_are_refused_by_row(
     job = MinMaxJob(make_config(), RunFolder.create(str(tmp_path / "run"), job="x"), stories=stories)
     with raises_error("inconsistent_rules", method=method):
         job.play()
+
+
+@pytest.mark.parametrize("part", ["held_out", "building"])
+def test_stories_of_ones_own_need_answers_where_something_is_measured(load: Any, part: str) -> None:
+    read = load(None)
+    lacking = replace(getattr(read, part)[0], answer=None, where="row 7")
+    with raises_error("no_labels", where="row 7"):
+        replace(read, **{part: [*getattr(read, part), lacking]})
 
 
 def test_an_error_in_the_middle_of_a_run_names_the_row(load: Any, tmp_path: Path) -> None:

@@ -73,6 +73,33 @@ def test_the_share_of_stories_that_name_their_right_choice_is_said(rows: Rows) -
     assert len(told) == 1 and "built from those" in told[0]
 
 
+def test_marked_evidence_stands_in_for_a_choice_that_the_story_does_not_spell_out(rows: Rows) -> None:
+    path = rows(told=0)
+    marked = [json.loads(line) for line in path.read_text().splitlines()]
+    for i, line in enumerate(marked):
+        line["quote"] = f"She went to {PLACES[i % 4]} with {NAMES[(i + 1) % 6]}."
+    path.write_text("".join(json.dumps(line) + "\n" for line in marked))
+    with raises_error("too_little_evidence"):
+        checked(config_of(path))
+    warnings = checked(config_of(path, "data.columns.evidence_column=quote")).warnings
+    assert not any("name their right choice" in text for text in warnings)
+
+
+def test_a_share_of_labels_that_hides_none_is_warned_of(rows: Rows) -> None:
+    unlabelled = tuple(
+        {**row(i), "story": f"Other {i}. {row(i)['story']}", "answer": None} for i in range(60)
+    )
+    path = rows(more=unlabelled)
+    hidden = [
+        any(
+            "hides no answer" in text
+            for text in checked(config_of(path, f"data.label_share={share}")).warnings
+        )
+        for share in (0.05, 0.9)
+    ]
+    assert hidden == [False, True]
+
+
 def test_too_few_such_stories_are_refused(rows: Rows) -> None:
     path = rows(told=10)
     with raises_error("too_little_evidence"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 import signal
 import threading
@@ -155,7 +156,7 @@ def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None
     except (KeyboardInterrupt, UserError) as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()
         if interrupted or run.checkpoints() != before:
-            stop.add_note(f"continue with: rlhf-train {job} --resume {run.path}")
+            stop.add_note(f"continue with: rlhf-train {job} --resume {shlex.quote(str(run.path))}")
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def run_pipeline(options: dict[str, Any]) -> bool:
     try:
         pipeline.run(selection)
     except KeyboardInterrupt as stop:
-        stop.add_note(f"continue with: rlhf-train {_JOB} --resume {root}")
+        stop.add_note(f"continue with: rlhf-train {_JOB} --resume {shlex.quote(str(root))}")
         raise
     finally:
         if pipeline.store.entries:

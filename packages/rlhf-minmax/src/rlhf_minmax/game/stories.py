@@ -37,7 +37,7 @@ class Stories:
     Training stories may lack the right answer; held-out ones and those to build from have it.
 
     Raises:
-        UserError: no training story has its right answer.
+        UserError: no training story has its right answer, or one of the others lacks it.
     """
 
     train: list[QARecord]
@@ -52,6 +52,15 @@ class Stories:
     def __post_init__(self) -> None:
         if self.train and not self.labelled:
             raise _no_labels(len(self.train), self.prompts.dataset)
+        for what, part in (("held_out", self.held_out), ("building", self.building)):
+            lacking = next((i for i, record in enumerate(part) if record.answer is None), None)
+            if lacking is not None:
+                where = part[lacking].where or f"story {lacking + 1} of {what}"
+                raise UserError(
+                    f"{where} has no answer, and all stories of {what} need one; leave it out",
+                    code="no_labels",
+                    where=where,
+                )
 
     @property
     def labelled(self) -> list[QARecord]:

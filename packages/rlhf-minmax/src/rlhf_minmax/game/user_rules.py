@@ -241,4 +241,6 @@ def _contradiction(rules: TextRules, record: QARecord) -> tuple[str, str] | None
     evidence = rules.evidence_on(record, right) or quoted["correct_evidence"]
     if evidence is not None and validates(rules) and rules.refutes(record, evidence, right):
         return "refutes", f"is True of {evidence!r} and the right answer {right!r}, expected False"
+    if evidence is not None and rules.supports(evidence, right) is False:
+        return "supports", f"is False of {evidence!r} and the right answer {right!r}, expected True or None"
     return None

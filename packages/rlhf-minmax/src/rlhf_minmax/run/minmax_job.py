@@ -43,6 +43,7 @@ from rlhf_minmax.run.building import Game, build_game, model_names, with_workers
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
+from rlhf_minmax.run.row_checks import check_same_texts
 from rlhf_minmax.run.trainer import MinMaxTrainer
 from rlhf_minmax.scorers.api_usage import api_usage
 from rlhf_minmax.scorers.held_out import measure_held_out_scales
@@ -199,6 +200,7 @@ class MinMaxJob:
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
         stories = self.stories or load_stories(self.config)
+        check_same_texts(self.run.path / _PREFLIGHT, stories)
         if self.stories is not None:
             check_consistent(stories.prompts.rules, stories.building)
         check_processes(self.config)
@@ -234,7 +236,7 @@ class MinMaxJob:
         self, game: Game, stories: Stories, clock: Clock, *, to_play: bool = False
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
-        path, texts = self.run.path / _PREFLIGHT, json_hash(stories.prompts.fingerprint())
+        path = self.run.path / _PREFLIGHT
         if not broadcast(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
@@ -253,13 +255,10 @@ class MinMaxJob:
             }
             if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
-                atomic_write_json(path, scales | found | {"texts": texts})
+                found |= {"texts": json_hash(stories.prompts.fingerprint())}
+                atomic_write_json(path, scales | found)
             barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved.get("texts", texts) != texts:
-            self.events.warning(
-                "data.rules have changed since this run began; the new ones are used from here"
-            )
         check = BreakEven(**saved["break_even"])
         scales, held = (
             {name: Scale(**saved[prefix + name]) for name in _SCALES} for prefix in ("", "held_out_")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rlhf_data import UserError
+import json
+from pathlib import Path
+
+from rlhf_data import UserError, json_hash
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.scorers.loading import needs_demo
@@ -14,6 +17,29 @@ def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
     return [text for text in found if text]
 
 
+def check_same_texts(preflight: Path, stories: Stories) -> None:
+    """Refuse to go on with rules that are not those of the run's beginning.
+
+    Its start was measured with those, and its models may have been built with them.
+
+    Args:
+        preflight: what the run wrote before its first step; it need not exist.
+        stories: those of now, with their rules.
+
+    Raises:
+        UserError: the rules or the templates of prompts are others.
+    """
+    if not preflight.exists():
+        return
+    before = json.loads(preflight.read_text(encoding="utf-8")).get("texts")
+    if before is not None and before != json_hash(stories.prompts.fingerprint()):
+        raise UserError(
+            f"data.rules have changed since the run in {preflight.parent} began, and its start was measured "
+            "with the former ones; put them back as they were, or begin another run with the new ones",
+            code="rules_changed",
+        )
+
+
 def _skipped(stories: Stories) -> str | None:
     if not stories.skipped:
         return None
@@ -23,12 +49,25 @@ def _skipped(stories: Stories) -> str | None:
 def _unlabelled(stories: Stories) -> str | None:
     """A warning that says how many rows of a file have no answer; None if that was asked for, or none is."""
     count = len(stories.train) - len(stories.labelled)
-    if not count or stories.label_share < 1:
+    if stories.label_share < 1:
+        return _share(stories)
+    if not count:
         return None
     return (
         f"{count:,} of {len(stories.train):,} training rows have no answer (field "
         f"{stories.prompts.dataset.answer_column}): the policy plays them, and verdicts on them are not "
         "checked"
+    )
+
+
+def _share(stories: Stories) -> str | None:
+    """A warning if hiding answers hid none, since rows without one are the first to count as hidden."""
+    count = len(stories.train)
+    if len(stories.labelled) < len(stories.building) or len(stories.building) == count:
+        return None
+    return (
+        f"data.label_share {stories.label_share:g} hides no answer: it is a share of all {count:,} training "
+        f"rows, and no more than {len(stories.labelled):,} have one"
     )
 
 
