@@ -195,6 +195,14 @@ def test_losses_of_different_methods_are_not_ranked(compare: Compare) -> None:
     assert found["comparable"] and found["threshold"] == pytest.approx(1 - 0.9 * (1 - (1 / 18 + 1 / 19) / 2))
 
 
+def test_games_are_compared_by_their_accuracy(compare: Compare) -> None:
+    for seed in range(2):
+        log = [{"step": i, "loss": -0.1 * i, "policy/accuracy": 0.1 * i} for i in range(1, 9)]
+        write(f"runs/minmax/seed-{seed}", log, job="minmax", seed=seed)
+    _, found = compare("runs")
+    assert found["metric"] == "policy/accuracy" and not found["lower_is_better"]
+
+
 def test_a_threshold_can_be_given(compare: Compare) -> None:
     write("one", rows(1.0), method="a")
     write("two", rows(0.5), method="b")

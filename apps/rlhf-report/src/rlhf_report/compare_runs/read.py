@@ -25,7 +25,11 @@ _TIMING = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "
 _POLICY = "policy.jsonl"
 """File of a run of `rlhf-train compare`: measurements of its policies along the way, on the comparison's
 prompts."""
-_METRICS = ("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy", "loss")
+_METRICS = (
+    *("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy"),
+    *("eval_policy/accuracy", "policy/accuracy"),  # of a game, whose losses say nothing of who wins
+    "loss",
+)
 _KL = ("eval_policy/kl", "eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
 _ENTROPY = ("eval_policy/entropy", "entropy", "policy/entropy_avg", "policy/entropy")
 _OF_RUN = ("seed", "run_folder", "output_dir", "report_to", "logging_steps", "save_steps", "save_total_limit")
