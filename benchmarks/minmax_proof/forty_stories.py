@@ -9,7 +9,6 @@ that shows the right one.  Each seed draws 28 stories for training and 12 that a
 real preference pairs (hh-rlhf, 100 steps); critiques are judged by their verdicts (`judge_model.kind: rule`).
 
 - `unmarked`: built models, as without any model of one's own, and no column of evidence.
-- `built`: the same with the column of evidence.
 - `as_it_is`: the pretrained model plays as it is.
 - `fine_tuned`: it first learns answers and critiques of the training stories (`rlhf-train sft`), then plays.
 
@@ -39,7 +38,7 @@ ROWS = Path(__file__).with_suffix(".jsonl")
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 MODEL = SHARED / "stories260k"
 PAIRS = SHARED / "hh-rlhf" / "harmless-base-1500.jsonl.gz"
-ARMS = ("fine_tuned", "as_it_is", "built", "unmarked")
+ARMS = ("fine_tuned", "as_it_is", "unmarked")
 _TRAINED = 28
 _LENGTHS = ["--set=policy_model.max_new_tokens=32", "--set=monitor_model.max_new_tokens=48"]
 _GAME = [*_LENGTHS, "--epochs=16", "--no-baseline"]
@@ -54,8 +53,6 @@ def play(seed: int, arm: str, work: Path) -> dict[str, Any]:
     if arm == "unmarked":
         return run(data, folder / arm, work)
     data.append(_MARKED)
-    if arm == "built":
-        return run(data, folder / arm, work)
     reward, model = folder / "reward", MODEL
     stories = load_stories(
         MinMaxConfig.from_dict(
