@@ -206,7 +206,7 @@ def draw(runs: dict[Any, Any], seeds: Sequence[int], arms: Sequence[str], path: 
                 )
         ax.set(title=arm.replace("_", " "), xlabel="step", ylim=(0, 1.02))
     axes[0].set_ylabel("share of sampled reports")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[-1].legend(frameon=False, loc="center")
     figure.savefig(path, dpi=110)
 
 
