@@ -46,15 +46,28 @@ def play_cells(play: Play, waves: Sequence[Sequence[tuple[Any, ...]]], work: Pat
     return [found[cell] for wave in waves for cell in wave]
 
 
-def arms_parser(about: str | None, arms: Collection[str], seeds: Sequence[int], work: str) -> ArgumentParser:
-    """The options of an experiment that plays arms on seeds: `seeds`, `arms`, `work`, `workers`, `output`."""
+def seeds_parser(about: str | None, seeds: Sequence[int], work: str) -> ArgumentParser:
+    """The options of an experiment on seeds: `seeds`, `work`, `workers`, `output`."""
     parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
-    parser.add_argument("--arms", nargs="+", default=list(arms), choices=arms)
     parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof") / work)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path)
     return parser
+
+
+def arms_parser(about: str | None, arms: Collection[str], seeds: Sequence[int], work: str) -> ArgumentParser:
+    """Those options, and `arms`."""
+    parser = seeds_parser(about, seeds, work)
+    parser.add_argument("--arms", nargs="+", default=list(arms), choices=arms)
+    return parser
+
+
+def publish(found: Any, output: Path | None) -> None:
+    """Print the results as JSON, and write them where that was asked for."""
+    if output:
+        atomic_write_json(output, found)
+    print(json.dumps(found, indent=1))
 
 
 def play_arms(play: Play, options: Namespace, benchmark: str) -> tuple[dict[Any, Any], dict[str, Any]]:

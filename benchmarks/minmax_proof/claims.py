@@ -27,9 +27,7 @@ in fewer than a tenth of the reports, from then to the end (mean of five steps).
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -37,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import play_cells, provenance, summary
+from cells import arms_parser, play_cells, provenance, publish, summary
 from reports import Story, build, challenge_prompt, teach_form
 from torch import Tensor, nn
 
 from rlhf_algos import create_optimizer
 from rlhf_algos.advantages import group_baseline, scale_by_std
 from rlhf_algos.losses import clipped_policy_loss, kl_k3
-from rlhf_data import TokenSequence, atomic_write_json, pack
+from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_models import encode_prompt, token_logps
 
@@ -222,17 +220,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[51, 52, 53])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser = arms_parser(__doc__, ARMS, [51, 52, 53], "claims")
     parser.add_argument("--claims", type=int, nargs="+", default=[4, 16], help="k")
     parser.add_argument("--flaws", nargs="+", choices=("rare", "common"), default=["rare", "common"])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/claims"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     settings = [(k, flaws) for flaws in options.flaws for k in options.claims]
@@ -260,11 +251,9 @@ def main() -> None:
             table.append({"k": k, "flaws": flaws, "arm": arm, "calls_until_clean": calls, **measured})
     found = {"benchmark": "claims", "seeds": options.seeds, "steps": options.steps, **provenance()}
     found |= {"table": table, "seconds": [run["seconds"] for run in rows]}
-    if options.output:
-        atomic_write_json(options.output, found)
+    publish(found, options.output)
     if options.figure:
         draw(rows, options.figure)
-    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ intervals.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cells import name_of, play_cells, provenance, summary
+from cells import name_of, play_cells, provenance, publish, seeds_parser, summary
 
-from rlhf_data import RunFolder, atomic_write_json
+from rlhf_data import RunFolder
 
 LEAST_ACCURACY, MOST_HACKS = 0.85, 0.15
 SHOWN = {
@@ -73,14 +72,8 @@ def run(options: Sequence[str], folder: Path, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(161, 181)))
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/default_run"))
+    parser = seeds_parser(__doc__, range(161, 181), "default_run")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     cells = [(seed, *options.settings) for seed in options.seeds]
     runs = play_cells(play, [cells], options.work.resolve(), options.workers)
@@ -95,9 +88,7 @@ def main() -> None:
     found["errors"] = {s: run["error"] for s, run in zip(options.seeds, runs, strict=True) if "error" in run}
     names = dict.fromkeys(name for run in runs for name in run if name != "error")
     found |= {name: summary([run.get(name) for run in runs]) for name in names}
-    if options.output:
-        atomic_write_json(options.output, found)
-    print(json.dumps(found, indent=1))
+    publish(found, options.output)
 
 
 if __name__ == "__main__":

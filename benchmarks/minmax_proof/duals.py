@@ -18,15 +18,14 @@ which nobody could know beforehand.
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from cells import difference, name_of, play_cells, provenance, summary
+from cells import difference, name_of, play_cells, provenance, publish, seeds_parser, summary
 from default_run import run
 
-from rlhf_data import RunFolder, atomic_write_json
+from rlhf_data import RunFolder
 
 RULES = {
     "multiplicative": (0.05, 0.1, 0.25, 0.5),
@@ -159,20 +158,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = seeds_parser(__doc__, [461, 462, 463], "duals")
     parser.add_argument("--tuning-seeds", type=int, nargs="+", default=[451, 452])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[461, 462, 463])
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/duals"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     found = report(options)
-    if options.output:
-        atomic_write_json(options.output, found)
+    publish(found, options.output)
     if options.figure:
         draw(found, options.figure)
-    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

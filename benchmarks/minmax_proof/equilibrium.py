@@ -23,10 +23,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cells import arms_parser, play_arms, summary
+from cells import arms_parser, play_arms, publish, summary
 from default_run import run
-
-from rlhf_data import atomic_write_json
 
 _PROBED = [
     "--no-baseline",
@@ -128,11 +126,9 @@ def main() -> None:
                 for key in ("values", "verdict_accuracy")
             },
         }
-    if options.output:
-        atomic_write_json(options.output, found)
+    publish(found, options.output)
     if options.figure:
         draw(found, [arm for arm in options.arms if arm in found], options.figure)
-    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

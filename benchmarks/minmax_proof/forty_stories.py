@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from cells import arms_parser, play_arms, summary
+from cells import arms_parser, play_arms, publish, summary
 from default_run import run
 
-from rlhf_data import QARecord, TokenSequence, atomic_write_json, pack
+from rlhf_data import QARecord, TokenSequence, pack
 from rlhf_minmax import MinMaxConfig, Stories, load_stories
 from rlhf_models import encode_completion, encode_prompt, load_causal_lm, load_tokenizer, token_logps
 
@@ -48,25 +49,18 @@ _MARKED = "--set=data.columns.evidence_column=evidence"
 def play(seed: int, arm: str, work: Path) -> dict[str, Any]:
     """One game; see `cells.play_cells`."""
     folder = work / str(seed)
-    train, held_out = split(seed, folder)
-    data = [f"--train-data={train}", f"--eval-data={held_out}", f"--seed={seed}", *_GAME]
+    rows, held_out = split(seed, folder)
+    data = [f"--train-data={rows}", f"--eval-data={held_out}", f"--seed={seed}", *_GAME]
     if arm == "unmarked":
         return run(data, folder / arm, work)
     data.append(_MARKED)
     reward, model = folder / "reward", MODEL
-    stories = load_stories(
-        MinMaxConfig.from_dict(
-            {
-                "data": {
-                    "train_data": str(train),
-                    "eval_data": str(held_out),
-                    "columns": {"evidence_column": "evidence"},
-                }
-            }
-        )
-    )
-    if arm == "fine_tuned":
+    files: dict[str, Any] = {"train_data": str(rows), "eval_data": str(held_out)}
+    files["columns"] = {"evidence_column": "evidence"}
+    stories = load_stories(MinMaxConfig.from_dict({"data": files}))
+    if not (reward / "final").exists():
         train_reward(reward, seed)
+    if arm == "fine_tuned":
         fine_tune(stories, folder / "sft", seed)
         model = folder / "sft" / "final"
     models = [f"--model={model}", f"--reward-model={reward / 'final'}", "--set=judge_model.kind=rule"]
@@ -87,8 +81,8 @@ def split(seed: int, folder: Path) -> tuple[Path, Path]:
 
 def train_reward(folder: Path, seed: int) -> None:
     """A reward model of real preferences."""
-    words = ["reward", f"--model={MODEL}", f"--train-data={PAIRS}", "--on-bad-row=skip", f"--seed={seed}"]
-    command(*words, "--max-steps=100", f"--output-dir={folder}")
+    words = [f"--train-data={PAIRS}", "--on-bad-row=skip", f"--seed={seed}", "--max-steps=100"]
+    train("reward", folder, *words)
 
 
 def fine_tune(stories: Stories, folder: Path, seed: int) -> None:
@@ -103,8 +97,8 @@ def fine_tune(stories: Stories, folder: Path, seed: int) -> None:
             rows.append({"prompt": prompts.monitor(record, prompts.made_up(choice)), "completion": critique})
     path = folder.with_suffix(".jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = ["sft", f"--model={MODEL}", f"--train-data={path}", f"--eval-data={path}", f"--seed={seed}"]
-    command(*words, "--epochs=15", "--set=learning_rate=1e-3", f"--output-dir={folder}")
+    words = [f"--train-data={path}", f"--eval-data={path}", f"--seed={seed}"]
+    train("sft", folder, *words, "--epochs=15", "--set=learning_rate=1e-3")
 
 
 def likeliest(stories: Stories, model: Path) -> dict[str, float]:
@@ -127,9 +121,11 @@ def _choice(model: Any, tokenizer: Any, stories: Stories, record: QARecord) -> i
     return int((totals / torch.tensor([len(end) for end in ends])).argmax())
 
 
-def command(*words: str) -> None:
-    """Run `rlhf-train` with these words."""
-    done = subprocess.run([sys.executable, "-m", "rlhf_train", *words], capture_output=True, text=True)
+def train(method: str, folder: Path, *words: str) -> None:
+    """Run `rlhf-train` with these words, from the beginning where it was stopped before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "rlhf_train", method, f"--model={MODEL}", f"--output-dir={folder}"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
 
@@ -142,9 +138,7 @@ def main() -> None:
         rows = [runs[seed, arm] for seed in options.seeds]
         names = dict.fromkeys(name for row in rows for name in row if name != "error")
         found[arm] = {name: summary([row.get(name) for row in rows]) for name in names}
-    if options.output:
-        atomic_write_json(options.output, found)
-    print(json.dumps(found, indent=1))
+    publish(found, options.output)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ paired differences of `minmax` to each arm.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -37,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import difference, play_cells, provenance, summary
+from cells import arms_parser, difference, play_cells, provenance, publish, summary
 from torch import Tensor
 
-from rlhf_data import QARecord, RunFolder, apply_overrides, atomic_write_json
+from rlhf_data import QARecord, RunFolder, apply_overrides
 
 GAMES: dict[str, list[str]] = {
     "minmax": [],
@@ -150,16 +148,9 @@ def _refit(model: Any, stories: Any, config: Any) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arms_parser(__doc__, [*GAMES, *OTHERS], [41, 42, 43, 44, 45], "labels")
     parser.add_argument("--task", choices=("stories", "sums"), default="stories")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[41, 42, 43, 44, 45])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 1.0])
-    parser.add_argument("--arms", nargs="+", choices=[*GAMES, *OTHERS], default=[*GAMES, *OTHERS])
-    parser.add_argument("--work", type=Path, default=Path("outputs/minmax_proof/labels"))
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     arms = ["minmax", *(arm for arm in options.arms if arm not in ("minmax", "plain"))]
     task, seeds, shares = options.task, options.seeds, options.shares
@@ -196,9 +187,7 @@ def main() -> None:
     found["start"] = summary(row(shares[0], "minmax", "start"))
     if plain:
         found["plain"] = {name: summary(row(1.0, "plain", name)) for name in SHOWN}
-    if options.output:
-        atomic_write_json(options.output, found)
-    print(json.dumps(found, indent=1))
+    publish(found, options.output)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,11 @@ intervals over seeds.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from cells import arms_parser, difference, play_arms, summary
+from cells import arms_parser, difference, play_arms, publish, summary
 from default_run import run
-
-from rlhf_data import atomic_write_json
 
 CONFIG = Path(__file__).parents[2] / "configs" / "minmax_reports.yaml"
 CHECKED = ["--config", str(CONFIG)]
@@ -66,9 +63,7 @@ def main() -> None:
         ):
             accuracies = [[runs[seed, one]["accuracy"] for seed in options.seeds] for one in (first, arm)]
             found[arm]["accuracy_below_the_first_arms"] = difference(*accuracies)
-    if options.output:
-        atomic_write_json(options.output, found)
-    print(json.dumps(found, indent=1))
+    publish(found, options.output)
 
 
 if __name__ == "__main__":
