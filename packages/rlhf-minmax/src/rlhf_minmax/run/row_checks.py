@@ -34,7 +34,7 @@ def check_same_texts(preflight: Path, stories: Stories) -> None:
     before = json.loads(preflight.read_text(encoding="utf-8")).get("texts")
     if before is not None and before != json_hash(stories.prompts.fingerprint()):
         raise UserError(
-            f"the rules (data.rules) or templates of prompts have changed since the run in {preflight.parent} "
+            f"the rules (data.rules) or templates of prompts have changed since {preflight.parent} "
             "began, and its start was measured with the former ones; put them back as they were, or begin "
             "another run with the new ones",
             code="rules_changed",
