@@ -98,16 +98,26 @@ def test_column_mapping_keeps_other_columns(tmp_path):
 
 
 def test_marked_evidence_is_read_where_a_column_is_named():
-    row = {**_ROW, "story": "Mary went\nhome. It rained.", "quote": "mary  went home."}
+    story = "Mary went\nhome. “I'll stay” – said Zo\u00eb! It rained."
+    row = {**_ROW, "story": story, "quote": "mary  went home."}
     marked = QADatasetConfig(evidence_column="quote")
     record = qa_from_row(row, marked)
-    assert record.evidence == "mary went home." and "quote" not in record.extra
+    assert record.evidence == "Mary went home." and "quote" not in record.extra
+    assert record.contents() == [*qa_from_row(row).contents(), "Mary went home."]
+    # Other quotation marks, dashes and a decomposed ë; what is kept are the story's own words.
+    assert qa_from_row(row | {"quote": '"I\u2019ll stay - said Zoe\u0308"'}, marked).evidence == (
+        "I'll stay” – said Zo\u00eb!"
+    )
     assert [qa_from_row(row | {"quote": blank}, marked).evidence for blank in (None, " ")] == [None, None]
     assert qa_from_row(_ROW, marked).evidence is None
     unmapped = qa_from_row(row)
     assert unmapped.evidence is None and unmapped.extra["quote"] == row["quote"]
     with raises_error("foreign_evidence", where="row, field quote"):
         qa_from_row(row | {"quote": "Mary went away."}, marked)
+    with raises_error("foreign_evidence", where="row, field quote"):
+        qa_from_row(row | {"quote": "ary went"}, marked)  # whole words
+    with raises_error("foreign_evidence", where="row, field quote"):
+        qa_from_row(row | {"quote": "..."}, marked)
     with raises_error("not_a_text", where="row, field quote"):
         qa_from_row(row | {"quote": ["Mary went home."]}, marked)
 

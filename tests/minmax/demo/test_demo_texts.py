@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -186,6 +187,8 @@ def test_marked_evidence_speaks_for_the_right_choice_alone():
     shown = teacher(TextRules(), [record])
     assert [shown.supports(record, evidence, claim) for claim in record.choices] == [False, True]
     assert not shown.supports(record, "It rained.", "Max fetched it.")
+    part = replace(record, evidence="took the kite down.")
+    assert [shown.supports(part, evidence, claim) for claim in record.choices] == [False, True]
     assert shown.correct_critique(record, "The wind blew.") == f" {evidence} so wrong"
     rng, right = random.Random(0), 0
     for _ in range(400):

@@ -122,6 +122,11 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
     assert len(own) == len(load(None).prompts.fingerprint()) + 1
     (tmp_path / "mine.py").write_text(MINE + "# changed\n")
     assert prompts.fingerprint() != own
+    (tmp_path / "mine.py").write_text(MINE + "import helper\n")
+    alone = prompts.fingerprint()
+    (tmp_path / "helper.py").write_text("from . import other\nimport json\n")
+    (tmp_path / "other.py").write_text("import helper\n")
+    assert prompts.fingerprint() == [*alone, "from . import other\nimport json\n", "import helper\n"]
 
 
 @pytest.mark.parametrize(

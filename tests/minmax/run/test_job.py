@@ -208,16 +208,17 @@ def test_a_run_killed_during_the_pre_flight_check_resumes(
 
 
 @pytest.mark.slow
-def test_rules_that_have_changed_since_a_run_began_are_refused(tmp_path, make_config, demo_cache, no_figures):
+def test_a_run_is_not_resumed_with_other_rules_or_stories(tmp_path, make_config, demo_cache, no_figures):
     config = make_config("baseline=false")
     with pytest.raises(Killed):
         job_in(tmp_path, config, demo_cache, Log(die_at=("step", "minmax", 1))).play()
     path = tmp_path / "preflight.json"
     written = path.read_text()
-    path.write_text(json.dumps(json.loads(written) | {"texts": "of other rules"}))
-    for go_on in (lambda job: job.play(resume=True), lambda job: job.evaluate_only()):
-        with raises_error("rules_changed"):
-            go_on(job_in(tmp_path, config, tmp_path / "no models are built"))
+    for key, code in (("texts", "rules_changed"), ("data", "different_training_data")):
+        path.write_text(json.dumps(json.loads(written) | {key: "others"}))
+        for go_on in (lambda job: job.play(resume=True), lambda job: job.evaluate_only()):
+            with raises_error(code):
+                go_on(job_in(tmp_path, config, tmp_path / "no models are built"))
     assert not (tmp_path / "no models are built").exists()
     path.write_text(written)
     assert job_in(tmp_path, config, demo_cache).play(resume=True)["resumed"] is True

@@ -13,7 +13,7 @@ import pytest
 from raises import raises_error
 from rlhf_data import QARecord, RunFolder, UserError, apply_overrides
 from rlhf_minmax import Events, MinMaxConfig, MinMaxJob
-from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
+from rlhf_minmax.demo.builder import DemoModels, demo_folder, demo_models, missed_gates
 from rlhf_minmax.evaluation.break_even import ReadRates, measure_break_even, measure_scales, why_impossible
 from rlhf_minmax.formats import TextRules, parse_critique
 from rlhf_minmax.game.stories import load_stories
@@ -81,8 +81,15 @@ def test_marked_evidence_stands_in_for_a_choice_that_the_story_does_not_spell_ou
     path.write_text("".join(json.dumps(line) + "\n" for line in marked))
     with raises_error("too_little_evidence"):
         checked(config_of(path))
-    warnings = checked(config_of(path, "data.columns.evidence_column=quote")).warnings
-    assert not any("name their right choice" in text for text in warnings)
+    config = config_of(path, "data.columns.evidence_column=quote")
+    assert not any("name their right choice" in text for text in checked(config).warnings)
+    stories = load_stories(config)
+    other = [replace(record, evidence="It was raining") for record in stories.building]
+    folders = {
+        demo_folder(records, stories.prompts, config.demo_settings(), seed=0)
+        for records in (stories.building, other)
+    }
+    assert len(folders) == 2  # models that learned other quotations are others
 
 
 def test_a_share_of_labels_that_hides_none_is_warned_of(rows: Rows) -> None:

@@ -114,9 +114,10 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
     keys = [run.keys() for run in runs if run.log.rows]
     if wanted is not None:
         if not any(wanted in each for each in keys):
-            known = ", ".join(key for key in _METRICS if any(key in each for each in keys)) or "no usual one"
+            known = ", ".join(key for key in _METRICS if any(key in each for each in keys)) or "none"
             raise UserError(
-                f"no run logs {wanted!r}; they have {known}: name another with --metric",
+                f"no run logs {wanted!r}; of the usual metrics they have {known}: name another that they log "
+                "with --metric",
                 code="missing_column",
             )
         return wanted

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import string
+import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +49,11 @@ class QARecord:
         if self.answer is None:
             raise ValueError(f"the right answer to {self.question!r} is not known")
         return self.choices[self.answer]
+
+    def contents(self) -> list[Any]:
+        """What a record is told from others by, in checkpoints and caches: all but `extra` and `where`."""
+        marked = [] if self.evidence is None else [self.evidence]
+        return [self.story, self.question, self.choices, self.answer, *marked]
 
 
 class QADatasetConfig(BaseConfig):
@@ -103,6 +111,7 @@ def load_qa(
     on_bad_row: OnBadRow = "error",
     skipped: list[str] | None = None,
     needs_answer: bool = True,
+    check: Callable[[QARecord], None] | None = None,
 ) -> list[QARecord]:
     """Read every record of a file of any type that `scan_rows` reads.
 
@@ -112,17 +121,20 @@ def load_qa(
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out.
         skipped: gets a message for every row that is left out.
         needs_answer: see `qa_from_row`.
+        check: raises a UserError for a record that cannot be used, which makes its row a bad one.
 
     Raises:
         UserError: the file cannot be read, holds no good row, or a row is wrong (file, line and field named).
     """
     skipped = [] if skipped is None else skipped
-    rows = parsed_rows(
-        scan_rows(path),
-        path,
-        lambda row, where: qa_from_row(row, config, where, needs_answer=needs_answer),
-    )
-    records = list(good_rows(rows, on_bad_row, skipped))
+
+    def parse(row: dict[str, Any], where: str) -> QARecord:
+        record = qa_from_row(row, config, where, needs_answer=needs_answer)
+        if check is not None:
+            check(record)
+        return record
+
+    records = list(good_rows(parsed_rows(scan_rows(path), path, parse), on_bad_row, skipped))
     if not records:
         raise UserError(f"{path} holds no row that can be used; the first: {skipped[0]}", code="no_row_left")
     return records
@@ -185,17 +197,26 @@ def split_of(story: str) -> Literal["train", "eval"]:
 
 
 def _evidence(value: Any, story: str, where: str) -> str | None:
-    """Words of a story, whatever their case and white space; None for a blank cell."""
+    """The words of a story that are quoted, as they stand there; None for a blank cell.
+
+    Case, punctuation, white space and how Unicode composes letters may differ.
+    """
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    text = " ".join(_text(value, where).split())
-    if text.casefold() not in " ".join(story.split()).casefold():
+    if not isinstance(value, str):
         raise UserError(
-            f"{where}: {text!r} is not in the story; quote words of it, in a row, or leave the cell empty",
+            f"{where}: expected words of the story, or nothing, got {value!r}", code="not_a_text", where=where
+        )
+    words = re.findall(r"\w+", unicodedata.normalize("NFC", value))
+    pattern = r"\b" + r"\W+".join(map(re.escape, words)) + r"\b[.!?]?"
+    found = re.search(pattern, unicodedata.normalize("NFC", story), re.IGNORECASE) if words else None
+    if found is None:
+        raise UserError(
+            f"{where}: {value!r} is not in the story; quote words of it, in a row, or leave the cell empty",
             code="foreign_evidence",
             where=where,
         )
-    return text
+    return " ".join(found[0].split())
 
 
 def _text(value: Any, where: str) -> str:

@@ -135,7 +135,7 @@ def with_judge_of(
 
 def judge_folder(demo: Path, judged: Sequence[QARecord]) -> Path:
     """Path of the judge that learned from these records, in a folder of demonstration models."""
-    return demo / f"judge-{json_hash(_contents(judged))[:16]}"
+    return demo / f"judge-{json_hash([record.contents() for record in judged])[:16]}"
 
 
 def missed_gates(models: DemoModels, settings: DemoSettings) -> list[str]:
@@ -221,14 +221,10 @@ def demo_folder(
             "settings": _what_builds(settings),
             "seed": seed,
             "prompts": prompts.fingerprint(),
-            "records": _contents(records),
+            "records": [record.contents() for record in records],
         }
     )
     return (cache_folder or default_cache("demo")) / key[:24]
-
-
-def _contents(records: Sequence[QARecord]) -> list[list[Any]]:
-    return [[r.story, r.question, r.choices, r.answer] for r in records]
 
 
 def _what_builds(settings: DemoSettings) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def _bad_forms(place: str) -> tuple[str, ...]:
 
 def named_by(rules: TextRules, record: QARecord, evidence: str) -> str | None:
     """The choice that evidence speaks for: the right one where it is marked so, or the only one it names."""
-    return record.answer_text if evidence == record.evidence else rules.claim(record, evidence)
+    if record.evidence is not None and record.evidence in evidence:
+        return record.answer_text
+    return rules.claim(record, evidence)
 
 
 def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,32 @@ class Prompts:
 
 
 def _source_of(rules: TextRules) -> list[str]:
-    """The text of the module that rules of the user's come from; nothing for those of this package."""
+    """The text of the module that rules of the user's come from, and of its own modules that it imports.
+
+    Nothing for rules of this package.
+    """
     kind = type(getattr(rules, "own", rules))
     if kind.__module__.startswith("rlhf_minmax."):
         return []
-    return [Path(inspect.getfile(kind)).read_text(encoding="utf-8")]
+    return _sources(Path(inspect.getfile(kind)).resolve(), set())
+
+
+def _sources(path: Path, seen: set[Path]) -> list[str]:
+    """The text of a module, and of those in its folder or below that it imports."""
+    seen.add(path)
+    text = path.read_text(encoding="utf-8")
+    names: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module or "", *(f"{node.module or ''}.{alias.name}" for alias in node.names)]
+    files = [path.parent / f"{name.strip('.').replace('.', '/')}.py" for name in names]
+    found = [text]
+    for file in files:
+        if file.is_file() and file not in seen:
+            found += _sources(file, seen)
+    return found
 
 
 def prompt_ids(tokenizer: Any, text: str, model: PlayerConfig | JudgeConfig) -> list[int]:

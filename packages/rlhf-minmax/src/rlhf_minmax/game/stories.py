@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rlhf_data import (
     QADatasetConfig,
@@ -176,23 +177,19 @@ def _load(
     data: DataConfig, path: str, rules: TextRules, skipped: list[str], *, needs_answer: bool
 ) -> list[QARecord]:
     """The rows of a file, whose marked evidence a critic could quote."""
-    columns, more = data.columns, {"on_bad_row": data.on_bad_row, "skipped": skipped}
-    kept = []
-    for record in load_qa(path, columns, needs_answer=needs_answer, **more):
-        if record.evidence is None or rules.evidence_holds(record, record.evidence):
-            kept.append(record)
-            continue
-        error = UserError(
-            f"{record.where}, field {columns.evidence_column}: {record.evidence!r} cannot be a critic's "
-            "evidence, which is a whole sentence or constraint.min_evidence_words words of one; quote the "
-            "sentence, or leave the cell empty",
-            code="unfit_evidence",
-            where=record.where,
-        )
-        if data.on_bad_row == "error":
-            raise error
-        skipped.append(str(error))
-    return kept
+
+    def check(record: QARecord) -> None:
+        if record.evidence is not None and not rules.evidence_holds(record, record.evidence):
+            raise UserError(
+                f"{record.where}, field {data.columns.evidence_column}: {record.evidence!r} cannot be a "
+                "critic's evidence, which is a whole sentence or enough words of one "
+                "(constraint.min_evidence_words); quote the sentence, or leave the cell empty",
+                code="unfit_evidence",
+                where=record.where,
+            )
+
+    more: Any = {"on_bad_row": data.on_bad_row, "skipped": skipped, "check": check}
+    return load_qa(path, data.columns, needs_answer=needs_answer, **more)
 
 
 def _check_marked(rows: Sequence[QARecord], column: str | None, path: str) -> None:

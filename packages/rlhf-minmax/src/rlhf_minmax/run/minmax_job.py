@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_algos import Clock, check_best_metric, versions
 from rlhf_algos.process_group import barrier, broadcast, is_main_process, world_size
-from rlhf_data import RunFolder, UserError, atomic_write_json, json_hash
+from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.demo.builder import missed_gates
@@ -43,7 +43,7 @@ from rlhf_minmax.run.building import Game, build_game, model_names, with_workers
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
-from rlhf_minmax.run.row_checks import check_same_texts
+from rlhf_minmax.run.row_checks import check_same_beginning
 from rlhf_minmax.run.trainer import MinMaxTrainer
 from rlhf_minmax.scorers.api_usage import api_usage
 from rlhf_minmax.scorers.held_out import measure_held_out_scales
@@ -100,6 +100,8 @@ class MinMaxJob:
     stories: Stories | None = None
     _warned: list[str] = field(default_factory=list, init=False)
     """Warnings of before the first step."""
+    _beginning: dict[str, str] = field(default_factory=dict, init=False)
+    """What the run's stories and rules are known by."""
 
     def play(self, *, resume: bool = False) -> dict[str, Any]:
         """Run everything, or what is left of an interrupted run; the results.
@@ -200,7 +202,7 @@ class MinMaxJob:
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
         stories = self.stories or load_stories(self.config)
-        check_same_texts(self.run.path / _PREFLIGHT, stories)
+        self._beginning = check_same_beginning(self.run.path / _PREFLIGHT, stories)
         if self.stories is not None:
             check_consistent(stories.prompts.rules, stories.building)
         check_processes(self.config)
@@ -255,8 +257,7 @@ class MinMaxJob:
             }
             if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
-                found |= {"texts": json_hash(stories.prompts.fingerprint())}
-                atomic_write_json(path, scales | found)
+                atomic_write_json(path, scales | found | self._beginning)
             barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])

@@ -10,6 +10,9 @@ from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.scorers.loading import needs_demo
 
+_TO_MARK = "give a column with the words that show the answer (data.columns.evidence_column)"
+_MARKED = "fill more of its cells"
+
 
 def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
     """Warnings about a run's rows; empty for the worlds."""
@@ -17,28 +20,35 @@ def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
     return [text for text in found if text]
 
 
-def check_same_texts(preflight: Path, stories: Stories) -> None:
-    """Refuse to go on with rules that are not those of the run's beginning.
+def check_same_beginning(preflight: Path, stories: Stories) -> dict[str, str]:
+    """Refuse to go on with stories or rules that are not those of the run's beginning.
 
-    Its start was measured with those, and its models may have been built with them.
+    Its start was measured with those, and its models may have been built from them.
 
     Args:
         preflight: what the run wrote before its first step; it need not exist.
         stories: those of now, with their rules.
 
+    Returns:
+        What stories and rules are known by, for that file.
+
     Raises:
-        UserError: the rules or the templates of prompts are others.
+        UserError: stories, rules or templates of prompts are others.
     """
-    if not preflight.exists():
-        return
-    before = json.loads(preflight.read_text(encoding="utf-8")).get("texts")
-    if before is not None and before != json_hash(stories.prompts.fingerprint()):
-        raise UserError(
-            f"the rules (data.rules) or templates of prompts have changed since {preflight.parent} "
-            "began, and its start was measured with the former ones; put them back as they were, or begin "
-            "another run with the new ones",
-            code="rules_changed",
-        )
+    records = [record.contents() for record in (*stories.train, *stories.held_out)]
+    now = {"texts": json_hash(stories.prompts.fingerprint()), "data": json_hash(records)}
+    before = json.loads(preflight.read_text(encoding="utf-8")) if preflight.exists() else {}
+    for key, code, what in (
+        ("texts", "rules_changed", "the rules (data.rules) or templates of prompts"),
+        ("data", "different_training_data", "the stories"),
+    ):
+        if before.get(key, now[key]) != now[key]:
+            raise UserError(
+                f"{what} have changed since the run in {preflight.parent} began, and its start was measured "
+                "with the former ones; put them back as they were, or begin another run with the new ones",
+                code=code,
+            )
+    return now
 
 
 def _skipped(stories: Stories) -> str | None:
@@ -87,14 +97,16 @@ def _named(config: MinMaxConfig, stories: Stories) -> str | None:
     if evident == count:
         return None
     share, least = evident / count, config.demo.min_evidence_share
+    column = stories.prompts.dataset.evidence_column
     says = f"only {evident:,} of {count:,} training rows ({share:.0%}) name their right choice in the story"
+    says += f" or have evidence in {column}" if column else ""
     if not needs_demo(config):
         return f"{says}: the break-even check has truthful critiques of those alone"
     if evident == 0 or (share < least and not config.force):
         raise UserError(
             f"{says}, and base and judge learn truthful critiques from those alone (demo.min_evidence_share "
-            f"{least:g}); give a column with the words that show the answer (data.columns.evidence_column), "
-            "or --model, --reward-model and --judge-model, or lower it",
+            f"{least:g}); {_MARKED if column else _TO_MARK}, or give --model, --reward-model and "
+            "--judge-model, or lower it",
             code="too_little_evidence",
         )
     return f"{says}: base and judge are built from those, and the break-even check measured on them"

@@ -348,7 +348,7 @@ class MinMaxTrainer:
         self.optimizer.load(folder, state["dual"])
 
     def _data_hash(self) -> str:
-        return json_hash([[r.story, r.question, r.choices, r.answer] for r in self.records])
+        return json_hash([record.contents() for record in self.records])
 
 
 def _due(step: int, every: int | None) -> bool:
