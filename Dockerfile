@@ -1,6 +1,7 @@
 # Every command of the toolkit; without arguments the server, on port 8000 (docs/docker.md):
 #   docker build -t rlhf .
 #   docker build -t rlhf-cuda --build-arg DEVICE=cuda --build-arg "EXTRAS=rlhf_serve[vllm]" .
+#   docker build -t rlhf-ray --build-arg "EXTRAS=rlhf_algos[ray]" .
 FROM python:3.11-slim AS build
 ARG UV_VERSION=0.13.9
 RUN pip install --no-cache-dir "uv==${UV_VERSION}"
@@ -17,9 +18,11 @@ RUN scripts/docker_install.sh /opt/rlhf
 
 FROM python:3.11-slim
 ARG DEVICE=cpu
+ARG PACKAGES=""
 # Kernels that are compiled on a GPU want a C compiler.
-RUN if [ "${DEVICE}" = cuda ]; then \
-        apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+RUN wanted="${PACKAGES}"; if [ "${DEVICE}" = cuda ]; then wanted="${wanted} gcc libc6-dev"; fi; \
+    if [ -n "${wanted}" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends ${wanted} && rm -rf /var/lib/apt/lists/*; \
     fi
 RUN useradd --uid 10001 --no-create-home --home-dir /cache rlhf && \
     install -d -o rlhf -g rlhf /cache /work

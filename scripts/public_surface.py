@@ -12,8 +12,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import click
 
@@ -57,7 +58,7 @@ def _member(name: str, value: Any, classes: set[type]) -> Iterator[str]:
         for key in sorted(attributes):
             if not key.startswith("_"):
                 yield from _attribute(f"{name}.{key}", attributes[key])
-    elif callable(value):
+    elif callable(value) or get_origin(value) is not None:
         yield f"{name}{_signature(value)}"
     else:
         yield f"{name}: {type(value).__name__}"
@@ -74,7 +75,12 @@ def _attribute(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(function: Any) -> str:
-    """Parameters and defaults; addresses and types, which do not bind a caller, are left out."""
+    """Parameters and defaults; addresses and types, which do not bind a caller, are left out.
+
+    Aliases of types and enumerations have Python's, which differ from version to version.
+    """
+    if get_origin(function) is not None or isinstance(function, EnumType):
+        return "(...)"
     try:
         found = inspect.signature(function)
     except ValueError:

@@ -176,13 +176,13 @@ def test_malformed_overrides_are_refused(override, code):
 @pytest.mark.parametrize(
     ("name", "content", "code", "place"),
     [
-        ("c.json", b'{"a": 1,\n}', "invalid_json", ", line 2:"),
+        ("c.json", b'{"a": 1,\n"b" 2}', "invalid_json", ", line 2:"),
         ("c.json", b"[1]", "not_a_mapping", ""),
         ("c.yaml", b"a: 1\nb: [1\n", "invalid_yaml", ", line 3:"),
         ("c.yml", b"1: 2\n", "not_a_mapping", ""),
         ("c.yaml", b"a: \xff\n", "not_utf8", ""),
         ("c.toml", b"", "unknown_file_type", ""),
-        ("c.json", b"[" * 5000 + b"]" * 5000, "unreadable_value", ""),
+        ("c.json", b"[" * 500_000 + b"]" * 500_000, "unreadable_value", ""),
         ("c.yaml", b"[" * 5000 + b"]" * 5000, "unreadable_value", ""),
         ("c.json", b'{"a": ' + b"9" * 5000 + b"}", "unreadable_value", ""),
         ("c.yaml", b"day: 2026-02-31\n", "unreadable_value", ""),

@@ -171,4 +171,5 @@ def _ask(url: str, key: str) -> tuple[int, str]:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode() + str(error.headers)
+        with error:
+            return error.code, error.read().decode() + str(error.headers)

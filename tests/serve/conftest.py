@@ -142,7 +142,8 @@ def _fetch(
         with opener.open(request) as answer:
             status, raw, found = answer.status, answer.read(), answer.headers
     except urllib.error.HTTPError as error:
-        status, raw, found = error.code, error.read(), error.headers
+        with error:
+            status, raw, found = error.code, error.read(), error.headers
     text = raw.decode()
     parsed = json.loads(text) if "json" in found.get("content-type", "") else text
     return status, parsed, {name.lower(): value for name, value in found.items()}

@@ -12,6 +12,7 @@ import pytest
 from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_algos.distributed.config import (
+    ClusterConfig,
     DistributedConfig,
     check_reachable,
     require_ray,
@@ -66,7 +67,15 @@ def test_several_training_processes_have_workers_of_both_kinds(monkeypatch: pyte
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises_error("missing_package"):
-        require_ray()
+        require_ray(ClusterConfig(trainer_workers=1))
+
+
+def test_a_dashboard_wants_what_ray_alone_does_not_bring(monkeypatch: pytest.MonkeyPatch):
+    spec = importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "ray" else None)
+    require_ray(ClusterConfig(trainer_workers=1))
+    with raises_error("missing_package"):
+        require_ray(ClusterConfig(trainer_workers=1, dashboard=True))
 
 
 def test_a_cluster_that_nothing_answers_for_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ _SAMPLED: dict[str, Any] = {
 }
 _TWO = "trainer_workers: 2, address: local, object_store_gb: 0.2"
 _PATIENCE = 300
+_DASHBOARD = """
+import contextlib, json, urllib.request
+from rlhf_algos.distributed.cluster import TrainerCluster
+from rlhf_algos.distributed.config import ClusterConfig
+
+config = ClusterConfig(address="local", trainer_workers=1, object_store_gb=0.2, dashboard=True)
+with contextlib.closing(TrainerCluster(config)) as cluster:
+    with urllib.request.urlopen(f"{cluster.dashboard}/api/version", timeout=60) as answer:
+        print(json.load(answer)["ray_version"])
+"""
 
 
 def test_every_method_can_be_trained_on_a_cluster():
@@ -238,3 +249,12 @@ def _assert_same(run: Path, other: Path) -> None:
     assert metrics_of(run) == metrics_of(other)
     weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (run, other)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_the_dashboard_of_a_local_cluster_answers(ray_installed: None):
+    asked = subprocess.run(
+        [sys.executable, "-c", _DASHBOARD], capture_output=True, text=True, timeout=_PATIENCE, check=False
+    )
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    assert asked.stdout.split()[-1] == version("ray")

@@ -53,7 +53,7 @@ class Connection(ABC):
     """
 
     def __init__(self, config: ClusterConfig, *, name: str = "") -> None:
-        require_ray()
+        require_ray(config)
         check_reachable(config)
         for key, value in _ENVIRONMENT.items():
             os.environ.setdefault(key, value)

@@ -217,14 +217,19 @@ def cluster_unreachable(address: str, error: Exception) -> UserError:
     )
 
 
-def require_ray() -> None:
-    """Refuse a job on a cluster where Ray is missing.
+def require_ray(config: ClusterConfig) -> None:
+    """Refuse a job on a cluster where Ray, or what its dashboard needs, is missing.
 
     Raises:
         UserError: it is.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise UserError('ray is not installed; run pip install "rlhf-algos[ray]"', code="missing_package")
+    missing = "ray" if importlib.util.find_spec("ray") is None else None
+    if not missing and config.dashboard and importlib.util.find_spec("aiohttp_cors") is None:
+        missing = "aiohttp-cors, which distributed.dashboard needs,"
+    if missing:
+        raise UserError(
+            f'{missing} is not installed; run pip install "rlhf-algos[ray]"', code="missing_package"
+        )
 
 
 def told_to(run: RunFolder) -> Tell:

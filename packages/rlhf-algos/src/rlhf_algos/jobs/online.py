@@ -61,8 +61,9 @@ def check_parts(config: JobConfig) -> None:
     """
     if not isinstance(config, OnlineJobConfig):
         return
-    if samplers(config):
-        require_ray()
+    cluster = samplers(config)
+    if cluster:
+        require_ray(cluster)
     for spec in config.reward:
         if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
             _check_model(spec, scores=True)

@@ -112,7 +112,8 @@ def _ask(address: str, prompt: Any, how: Mapping[str, Any]) -> dict[str, Any]:
         ) as response:
             choice = json.load(response)["choices"][0]
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:500]
+        with error:
+            said = error.read().decode(errors="replace")[:500]
         raise UserError(
             f"rlhf-serve refused a prompt with {error.code}: {said}", code="server_failed"
         ) from error

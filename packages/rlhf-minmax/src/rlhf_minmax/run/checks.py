@@ -105,8 +105,9 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
     training = config.training
     check_evaluations(training, training.eval_steps, examples=len(stories.held_out), has_run=True)
     check_trackers(training.report_to)
-    if samplers(config) is not None:
-        require_ray()
+    cluster = samplers(config)
+    if cluster is not None:
+        require_ray(cluster)
     check_players(config, devices)
     check_scorers(config)
     models = inspect_models(config, stories)
