@@ -83,10 +83,11 @@ def test_the_first_line_comes_before_torch_is_loaded(command: list[str]) -> None
     assert status == 1 and said.startswith("loading torch") and "minutes" not in said
 
 
-def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+def test_a_port_that_is_taken_is_told_before_torch_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port} cannot be listened on" in refused("--port", port, "--model", "nowhere")
+        status, said = without_torch("--port", port, "--model", ".")
+    assert status == 2 and f"port {port} cannot be listened on" in said
 
 
 def test_vllm_that_is_missing(folders: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -126,9 +127,12 @@ def _serve(context: click.Context, **options: Any) -> None:
         settings = _settings(
             ServeSettings, options, lambda settings: _BUILDING if settings.seed and not settings.model else ""
         )
-        from rlhf_serve.cli.serve import serve
+        from rlhf_serve.cli.listener import bound
 
-        serve(settings)
+        with contextlib.closing(bound(settings)) as listener:
+            from rlhf_serve.cli.serve import serve
+
+            serve(settings, listener)
 
     exit_cleanly(job)
 

@@ -11,7 +11,6 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from rlhf_data import UserError
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.load import load
 from rlhf_serve.http.api_keys import ENVIRONMENT, KeyRing
@@ -23,8 +22,8 @@ from rlhf_serve.settings import ServeSettings
 _BACKLOG = 2048
 
 
-def serve(settings: ServeSettings) -> None:
-    """Load what the settings name and serve it until SIGTERM or SIGINT."""
+def serve(settings: ServeSettings, listener: socket.socket) -> None:
+    """Load what the settings name and serve it until SIGTERM or SIGINT, on a socket that is bound."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("rlhf_serve").setLevel(logging.INFO)
     display = Display()
@@ -32,25 +31,21 @@ def serve(settings: ServeSettings) -> None:
     keys = KeyRing.load(file=None if file is None else Path(file))
     if settings.feedback is not None:
         check_feedback(settings.feedback)
-    listener = _listen(settings)
-    try:
-        # One pool of threads for all that computes: a second one would take the first one's cores.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        served = load(settings, display.say, display.building, threads=threads)
-        app = create_app(served, settings, keys)
-        listener.listen(_BACKLOG)  # so that the address accepts connections once it is printed
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        display.say(f"open http://{shown}:{port}/ for the page, http://{shown}:{port}/v1 for OpenAI clients")
-        if settings.host not in LOOPBACK and not len(keys):
-            display.say(f"anybody who reaches {host} may use it: set --api-keys-file or {ENVIRONMENT}")
-        server = uvicorn.Server(uvicorn_config(app, settings))
-        # uvicorn handles the signal, and raises it once more when it has drained.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
+    # One pool of threads for all that computes: a second one would take the first one's cores.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    served = load(settings, display.say, display.building, threads=threads)
+    app = create_app(served, settings, keys)
+    listener.listen(_BACKLOG)  # so that the address accepts connections once it is printed
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    display.say(f"open http://{shown}:{port}/ for the page, http://{shown}:{port}/v1 for OpenAI clients")
+    if settings.host not in LOOPBACK and not len(keys):
+        display.say(f"anybody who reaches {host} may use it: set --api-keys-file or {ENVIRONMENT}")
+    server = uvicorn.Server(uvicorn_config(app, settings))
+    # uvicorn handles the signal, and raises it once more when it has drained.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.run(sockets=[listener])
 
 
 def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
@@ -63,26 +58,3 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
     )
-
-
-def _listen(settings: ServeSettings) -> socket.socket:
-    """A socket that is bound before models are loaded, so that a taken port is reported at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # Named TCP, or asyncio would leave Nagle's algorithm on, which costs 40 ms an answer.
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise UserError(
-            f"{settings.host} port {settings.port} cannot be listened on ({error.strerror or error}); choose "
-            "another --port, or 0 for a free one",
-            code="port_taken",
-        ) from error
-    return listener
