@@ -203,6 +203,18 @@ def test_games_are_compared_by_their_accuracy(compare: Compare) -> None:
     assert found["metric"] == "policy/accuracy" and not found["lower_is_better"]
 
 
+def test_the_end_of_a_game_counts(compare: Compare) -> None:
+    for name, end in {"one": 0.75, "two": 1.0}.items():
+        measured = {4: {"eval_policy/accuracy": 0.5}}
+        log = [{"step": i, "loss": 0.1, "policy/accuracy": 0.25} | measured.get(i, {}) for i in range(1, 7)]
+        folder = Path(write(name, log, method=name))
+        (folder / "results.json").write_text(json.dumps({"after": {"policy/accuracy": end}}))
+    _, found = compare("one", "two")
+    assert found["metric"] == "eval_policy/accuracy"
+    # The mean of the last tenth of the measurements, which is the last one.
+    assert [measures(found, name)["final"]["value"] for name in ("one", "two")] == [0.75, 1.0]
+
+
 def test_a_threshold_can_be_given(compare: Compare) -> None:
     write("one", rows(1.0), method="a")
     write("two", rows(0.5), method="b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -51,7 +51,13 @@ class Run:
         if not self.log.path.is_dir():
             return self.log.rows
         measured = RunFolder(self.log.path).read_lines(_POLICY)
-        return sorted([*self.log.rows, *measured], key=lambda row: row["step"])
+        return sorted([*self.log.rows, *measured, *self._end()], key=lambda row: row["step"])
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        """What a finished game measured of its policy at the end, unless its last step has logged that."""
+        after, last = self.results.get("after"), self.log.rows[-1] if self.log.rows else {}
+        if isinstance(after, dict) and "policy/accuracy" in after and "eval_policy/accuracy" not in last:
+            yield {"step": last.get("step", 0), **{f"eval_{name}": value for name, value in after.items()}}
 
     @property
     def unfinished(self) -> bool | None:
