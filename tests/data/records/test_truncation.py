@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raises import raises_error
@@ -70,6 +70,7 @@ def test_the_middle_goes_and_both_ends_stay() -> None:
     assert cut("a b c d e f g", 1, "middle") == "a "
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=6), min_size=1, max_size=6), st.integers(1, 40))
 def test_what_is_left_ends_the_prompt_and_nothing_shorter_was_needed(
     turns: list[list[str]], limit: int

@@ -12,6 +12,7 @@ from rlhf_data import DatasetMixture, RecordStream, StreamingSFTDataset, UserErr
 from rlhf_data.streaming.order import BlockOrder, Permutation, windows_of
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers())
 def test_a_permutation_has_each_number_once(size, key):
     assert sorted(Permutation(size, (key,))(np.arange(size)).tolist()) == list(range(size))

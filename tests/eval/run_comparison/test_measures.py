@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_eval.run_comparison import final_mean
@@ -33,6 +33,7 @@ def test_windows_shrink_evenly_towards_the_ends() -> None:
     assert running_mean(values, 5) == pytest.approx([0, 3, 12 / 5, 4, 3])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), numbers, numbers)
 def test_straight_lines_stay_what_they_are(count: int, start: float, slope: float) -> None:
     line = start + slope * np.arange(count)
@@ -53,6 +54,7 @@ def test_the_variance_is_of_what_the_trend_leaves() -> None:
     assert math.isnan(detrended_variance(np.arange(10.0)))
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, min_size=11, max_size=60), numbers, st.floats(0.1, 10))
 def test_the_variance_does_not_see_the_level_and_scales_with_the_square(values, shift, scale) -> None:
     plain = detrended_variance(values)
@@ -67,6 +69,7 @@ def test_oscillation() -> None:
     assert math.isnan(oscillation([1, 2, 1])) and math.isnan(oscillation([]))
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, min_size=2, max_size=40))
 def test_nobody_travels_less_than_the_way(values: list[float]) -> None:
     found = oscillation(values)
@@ -97,6 +100,7 @@ def test_a_threshold_must_be_held() -> None:
     assert first_held([9] * 5, math.nan) is None
 
 
+@settings(deadline=None)
 @given(curves, numbers, st.integers(1, 6))
 def test_what_is_found_is_held_and_the_first(values: list[float], threshold: float, hold: int) -> None:
     naive = next(

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as oracle
 
@@ -54,6 +54,7 @@ def test_a_front_by_hand() -> None:
         hypervolume([(1, 1)], (0, 0, 0))
 
 
+@settings(deadline=None)
 @given(POINTS)
 def test_fronts_and_volumes_by_counting_cells(points: list[tuple[int, int, int]]) -> None:
     cells = product(range(6), repeat=3)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as oracle
 
@@ -50,6 +50,7 @@ def test_holm_and_benjamini_hochberg_by_hand() -> None:
     assert holm([]) == []
 
 
+@settings(deadline=None)
 @given(P_VALUES)
 def test_corrections(p_values: list[float]) -> None:
     adjusted, found = holm(p_values), benjamini_hochberg(p_values)

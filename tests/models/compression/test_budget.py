@@ -1,7 +1,7 @@
 """Which tokens fit a budget."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raises import raises_error
@@ -41,6 +41,7 @@ def test_more_protected_than_kept_is_refused():
         kept([1, 1, 1], 2, protected=[0, 1, 2])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_exactly_the_budget_is_kept_with_all_that_is_protected(data):
     scores = data.draw(st.lists(st.floats(-9, 9), min_size=1, max_size=40))

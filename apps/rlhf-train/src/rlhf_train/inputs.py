@@ -23,7 +23,7 @@ def check_inputs(config: BaseConfig, *, dry_run: bool = False) -> None:
     """
     workers = getattr(config, "distributed", None)
     if workers is not None and not dry_run:
-        require_ray()
+        require_ray(workers)
         check_reachable(workers)
     for key, name in _named(config):
         if key in _MODELS:

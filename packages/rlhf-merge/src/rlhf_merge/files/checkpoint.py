@@ -13,6 +13,7 @@ from rlhf_merge.files.folder import (
     ADAPTER_FILES,
     check_undamaged,
     download,
+    exists,
     find_adapter,
     find_weights,
     inside,
@@ -199,7 +200,7 @@ def _split(spec: str) -> list[str]:
 def _exists(name: str) -> bool:
     """Whether there is such a file or folder; a name that is too long is none."""
     try:
-        return Path(name).expanduser().exists()
+        return exists(Path(name).expanduser())
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,18 +36,36 @@ _ENTRY = {"size", "crc32"}
 _IGNORED = ["*/*", "optimizer*", "scheduler*", "trainer_state.json", "training_args*"]
 
 
+def exists(path: Path) -> bool:
+    """Whether something is there; from Python 3.14 on pathlib says no where it may not look.
+
+    Raises:
+        OSError: it may not be looked at, or the name is too long.
+    """
+    try:
+        path.stat()
+    except ValueError:  # a null character
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+    return True
+
+
 def is_file(path: Path) -> bool:
     """Whether there is a file; a FIFO would be waited for without end, and a device may hold anything.
 
     Raises:
         MergeError: a folder, FIFO, socket or device is there.
+        OSError: it may not be looked at, or the name is too long.
     """
-    if path.is_file():
-        return True
-    if path.exists():
+    if not exists(path):
+        return False
+    if not path.is_file():
         message = f"{path} is not a regular file; put the file itself there."
         raise MergeError(message, code="not_a_regular_file", path=str(path))
-    return False
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:
