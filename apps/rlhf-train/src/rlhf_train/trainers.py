@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 from rlhf_algos import ClusterConfig, trainers
 from rlhf_algos.process_group import world_size
 from rlhf_data import BaseConfig, RunFolder, UserError
@@ -46,6 +48,7 @@ def train_on_cluster(
     check_inputs(config)
     from rlhf_algos import run_trainers
 
+    click.echo(f"starting {cluster.trainer_workers} training processes on Ray, once there is room for them")
     with resumable(run, job, trains=trains):
         run_trainers(cluster, run.path, work)
 

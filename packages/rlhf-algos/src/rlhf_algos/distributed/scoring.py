@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,8 @@ class RewardWorker:
                     name=names[0],
                 )
         except UserError as error:
-            return Failure("input", str(error), error.code, error.fields)
+            where = f"a reward worker on {socket.gethostname()}"
+            return Failure("input", f"{where}: {error}", error.code, error.fields)
         self._functions = functions
         return os.getpid(), RewardFacts(functions.names, functions.weights, functions.may_leave_out)
 

@@ -12,6 +12,7 @@ import torch
 from rlhf_algos.checkpoints.manager import save_pretrained
 from rlhf_algos.configs.offline import SFTConfig
 from rlhf_algos.offline.sft import SFTTrainer
+from rlhf_algos.parallel.same_files import check_same_on_all
 from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import (
     CompletionRecord,
@@ -75,6 +76,7 @@ def tiny_start(
     folder = demo_folder(records, seed=seed, separator=separator, positions=positions)
     if not broadcast(folder.is_dir()):
         return _built(records, folder, seed=seed, separator=separator, positions=positions)
+    check_same_on_all(folder)
     _LOG.info("model: a tiny Llama that has learned to write the rows' completions, cached in %s", folder)
     return load_causal_lm(folder), load_tokenizer(folder)
 

@@ -1,0 +1,43 @@
+"""Processes on machines whose models differ are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_algos.parallel.same_files import check_same_on_all
+
+WORKER = Path(__file__).with_name("same_files_worker.py")
+LONG = b"0" * (3 << 20)
+
+
+def test_one_process_is_never_refused(tmp_path: Path) -> None:
+    check_same_on_all(tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_what_two_processes_see(run_processes: Any, tmp_path: Path) -> None:
+    cases: dict[str, list[dict[str, bytes] | None]] = {
+        "equal": [{"model": LONG}, {"model": LONG}],
+        "on the hub": [None, None],
+        "missing": [{"model": LONG}, None],
+        "other end": [{"model": LONG}, {"model": LONG[:-1] + b"1"}],
+        "other beginning": [{"model": LONG}, {"model": b"1" + LONG[1:]}],
+        "longer": [{"model": LONG}, {"model": LONG + b"0"}],
+        "other name": [{"model": LONG}, {"modal": LONG}],
+        "one more": [{"model": LONG}, {"model": LONG, "config": b""}],
+    }
+    for name, folders in cases.items():
+        (tmp_path / name).mkdir()
+        for rank, files in enumerate(folders):
+            for file, content in (files or {}).items():
+                folder = tmp_path / name / str(rank)
+                folder.mkdir(exist_ok=True)
+                (folder / file).write_bytes(content)
+    output = run_processes([WORKER, tmp_path], processes=2)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    expected = {name: "same" if name in ("equal", "on the hub") else "folder_not_shared" for name in cases}
+    assert sorted(found) == sorted([name, rank, code] for name, code in expected.items() for rank in (0, 1))
