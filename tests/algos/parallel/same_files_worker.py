@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlhf_algos.parallel.same_files import check_same_on_all
-from rlhf_algos.process_group import rank
+from rlhf_algos.process_group import all_gather, is_main_process, rank
 from rlhf_data import UserError
 
 for case in sorted(Path(sys.argv[1]).iterdir()):
@@ -16,4 +16,6 @@ for case in sorted(Path(sys.argv[1]).iterdir()):
         check_same_on_all(case / str(rank()))
     except UserError as error:
         found = str(error.code)
-    print(json.dumps([case.name, rank(), found]))
+    codes = all_gather([found])
+    if is_main_process():
+        print(json.dumps([case.name, *codes]))
