@@ -38,7 +38,9 @@ def test_the_new_method_of_the_example_trains(tmp_path: Path, tiny_model_folder:
     from rlhf_data import RunFolder
 
     offline, _ = examples()
-    exec(compile(offline, str(PAGE), "exec"), {"__name__": "example"})
+    file = tmp_path / "example.py"
+    file.write_text(offline)  # where pydantic reads what the settings' docstrings say
+    exec(compile(offline, str(file), "exec"), {"__name__": "example"})
     chosen = {
         "story_rows": 32,
         "subset_size": 16,
