@@ -342,15 +342,13 @@ class Controller:
         task.measured = measured
 
     def _fail(self, pool: Pool, worker: Worker, task: Any, failure: Failure) -> None:
-        """Weights that could not be fetched are published again; another error is tried again elsewhere.
-
-        Where there are none yet, the worker asks again.
-        """
-        if failure.kind != "early":
-            facts = {"worker": worker.number, "pool": pool.kind, "kind": failure.kind, "why": failure.text}
-            self._tell("failed", facts)
-        if failure.kind in ("weights", "early"):
-            if failure.kind == "weights" and worker.given[-1] is self._published.actor:  # not replaced since
+        """Weights that could not be fetched are published again; another error is tried again elsewhere."""
+        self._tell(
+            "failed",
+            {"worker": worker.number, "pool": pool.kind, "kind": failure.kind, "why": failure.text},
+        )
+        if failure.kind == "weights":
+            if worker.given[-1] is self._published.actor:  # else it was replaced since
                 self._losses.count(f"the weights actor: {failure.text}")
                 self._published.revive()
             pool.set_up([self._start], self._published.actor)

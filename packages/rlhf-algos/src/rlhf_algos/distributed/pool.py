@@ -22,14 +22,14 @@ class Failure:
     """Why a worker that is well gave no answer.
 
     Args:
-        kind: `weights`: they could not be fetched; `early`: none are published yet; `input`: a mistake of the
-            user's, whose sentence it is; `error`: anything else.
+        kind: `weights`: they could not be fetched; `input`: a mistake of the user's, whose sentence it is;
+            `error`: anything else.
         text: what happened.
         code: of a user's mistake.
         fields: of a user's mistake.
     """
 
-    kind: Literal["weights", "early", "input", "error"]
+    kind: Literal["weights", "input", "error"]
     text: str
     code: str = ""
     fields: dict[str, Any] | None = None

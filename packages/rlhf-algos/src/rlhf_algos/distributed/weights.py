@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,22 +19,24 @@ _KNOWN_WITHIN = 10.0
 class Weights:
     """An actor that knows where each version of the weights is; the object store holds them.
 
-    What it knows the controller can tell again, so nothing is lost with it.
+    What it knows the controller can tell again, so nothing is lost with it. Ray may carry out calls in
+    another order than they were made in, so they are numbered from 1.
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Any] = {}
-        self._newest: dict[str, str] = {}
+        self._held: dict[str, tuple[int, Any]] = {}
+        self._newest: dict[str, tuple[int, str]] = {}
         self._news = asyncio.Condition()
 
-    async def publish(self, role: str, digest: str, reference: list[Any]) -> None:
-        """Note where weights are, which are a role's newest now: a list with their reference.
+    async def publish(self, number: int, role: str, digest: str, reference: list[Any]) -> None:
+        """Note where weights are, and that they are a role's newest: a list with their reference.
 
         Of a list Ray does not fetch what its references stand for.
         """
         async with self._news:
-            self._held[digest] = reference
-            self._newest[role] = digest
+            before, _ = self._held.get(digest, (0, None))
+            self._held[digest] = (max(number, before), reference)
+            self._newest[role] = max((number, digest), self._newest.get(role, (0, "")))
             self._news.notify_all()
 
     async def pull(self, role: str, digest: str) -> tuple[str, list[Any]]:
@@ -49,12 +52,17 @@ class Weights:
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait_for(known), _KNOWN_WITHIN)
-            digest = digest or self._newest[role]
-            return digest, self._held[digest]
+            digest = digest or self._newest[role][1]
+            return digest, self._held[digest][1]
 
-    async def keep(self, digests: set[str]) -> None:
-        """Forget all weights but these; the object store drops them when no worker reads them either."""
-        self._held = {digest: held for digest, held in self._held.items() if digest in digests}
+    async def keep(self, number: int, digests: set[str]) -> None:
+        """Forget all weights but these and later ones.
+
+        The object store drops them when no worker reads them either.
+        """
+        self._held = {
+            digest: held for digest, held in self._held.items() if digest in digests or held[0] > number
+        }
 
 
 class Published:
@@ -67,6 +75,7 @@ class Published:
 
     def __init__(self) -> None:
         self._references: dict[str, Any] = {}
+        self._numbers = itertools.count(1)
         self.current: dict[str, str] = {}
         self.actor: Any = None
         self.revive()
@@ -88,7 +97,7 @@ class Published:
         """Forget all weights but these and the current ones."""
         kept = digests | set(self.current.values())
         self._references = {digest: held for digest, held in self._references.items() if digest in kept}
-        self.actor.keep.remote(kept)
+        self.actor.keep.remote(next(self._numbers), kept)
 
     def revive(self) -> None:
         """Start the actor anew, and tell it all that is held."""
@@ -111,4 +120,4 @@ class Published:
                 ray.kill(self.actor, no_restart=True)
 
     def _tell(self, role: str, digest: str) -> None:
-        self.actor.publish.remote(role, digest, [self._references[digest]])
+        self.actor.publish.remote(next(self._numbers), role, digest, [self._references[digest]])

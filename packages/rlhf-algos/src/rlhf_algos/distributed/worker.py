@@ -208,9 +208,7 @@ class RolloutWorker:
             digest, (reference,) = ray.get(weights.pull.remote(name, digest), timeout=_PULL)
             arrays: Any = ray.get(reference)
         except (exceptions.RayError, KeyError) as error:
-            # Before the first step nothing is published: a continued run replays what the ledger has.
-            kind = "early" if isinstance(error, KeyError) and not digest else "weights"
-            return Failure(kind, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return Failure("weights", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         self._weights.pop(name, None)  # a kill in between leaves nothing that is half of each
         load_arrays(self._roles[name], arrays)
         engine = self._engines.get(name)
