@@ -92,8 +92,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny", "9M", "110M"])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[2, 8, 32], help="of each player")
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--prompts", nargs="+", type=int, default=[2, 8], help="of each player")
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = {

@@ -177,6 +177,7 @@ def test_malformed_overrides_are_refused(override, code):
     ("name", "content", "code", "place"),
     [
         ("c.json", b'{"a": 1,\n"b" 2}', "invalid_json", ", line 2:"),
+        ("c.json", b'{"a": 1,\n}', "invalid_json", ", line "),  # of the comma, or the brace after it
         ("c.json", b"[1]", "not_a_mapping", ""),
         ("c.yaml", b"a: 1\nb: [1\n", "invalid_yaml", ", line 3:"),
         ("c.yml", b"1: 2\n", "not_a_mapping", ""),

@@ -298,6 +298,8 @@ def test_tokens_and_back(server: Any) -> None:
         assert server.fetch(path, wrong)[0] == 400
 
 
+# Of cohere itself, on Python 3.14.
+@pytest.mark.filterwarnings("ignore:'asyncio.iscoroutinefunction' is deprecated:DeprecationWarning")
 def test_reranking(server: Any) -> None:
     cohere = pytest.importorskip("cohere")
     documents = ["in the garden", "nowhere", "in the kitchen with a ball"]

@@ -30,7 +30,7 @@ def check_same_on_all(folder: str | Path) -> None:
     if there is not None:
         raise UserError(
             f"model folder {folder} is not the same for the processes on {here} and {there}; put it on "
-            "storage that every machine has under this path, as the cache of models made by commands",
+            "storage that every machine has under this path; that goes for the cache of built models too",
             code="folder_not_shared",
             path=str(folder),
         )
