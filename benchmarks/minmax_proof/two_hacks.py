@@ -15,6 +15,15 @@ Arms, which start from the same built models:
 - `random`: both checks are random.
 - `plain`: plain RLHF, which shows that the baits pay; it is played within `minmax`.
 
+Two more, against a policy and a monitor that chase each other:
+
+    uv run python benchmarks/minmax_proof/two_hacks.py --seeds 476 477 478 479 480 481 482 483 \
+        --arms minmax past more_checks --output benchmarks/results/minmax_past_monitors.json \
+        --figure docs/images/past_monitors.png
+
+- `past`: as `minmax`, and a monitor of an earlier step chooses a third claim of each answer.
+- `more_checks`: the monitor and chance choose two claims each: four checks where `past` has three.
+
 Prints JSON: accuracy and hack rate of greedy answers to held-out stories, and how often sampled ones take
 either bait where it is false, over the steps and in the last eight; by arm and seed.
 """
@@ -44,7 +53,10 @@ ARMS = {
     "random": [
         *("training.monitor_updates_per_policy=0", "judge_model.checks=random", "game.policy_critiques=2")
     ],
+    "past": ["game.past_monitor_steps=4"],
+    "more_checks": ["game.policy_critiques=2"],
 }
+_ARMS_OF_THE_PROOF = ["minmax", "warm_up", "random"]
 _SECOND, _SECOND_PLACE, _SECOND_APPEAL = 1, "kitchen", 0.8
 _COMMON = ["training.save_steps=null", "demo.reward_steps=1000", "force=true"]
 """Two features take longer to learn; a reward model that likes them too little is played all the same."""
@@ -199,6 +211,7 @@ def draw(runs: dict[Any, Any], seeds: Sequence[int], arms: Sequence[str], path: 
 def main() -> None:
     """Command line."""
     parser = arms_parser(__doc__, ARMS, range(471, 474), "two_hacks")
+    parser.set_defaults(arms=_ARMS_OF_THE_PROOF)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     runs, found = play_arms(play, options, "minmax_two_hacks")
