@@ -39,5 +39,30 @@ def test_what_two_processes_see(run_processes: Any, tmp_path: Path) -> None:
                 (folder / file).write_bytes(content)
     output = run_processes([WORKER, tmp_path], processes=2)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    expected = {name: "same" if name in ("equal", "on the hub") else "folder_not_shared" for name in cases}
+    expected = {name: "same" if name in ("equal", "on the hub") else "not_the_same_files" for name in cases}
     assert {name: {*codes} for name, *codes in found} == {name: {code} for name, code in expected.items()}
+
+
+@pytest.mark.slow
+def test_jobs_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Path) -> None:
+    """Each process has its own home; data, model, reward and value model are looked for there."""
+    for home in ("0", "1"):
+        (tmp_path / home / "model").mkdir(parents=True)
+        (tmp_path / home / "model" / "config.json").write_text(home)
+        (tmp_path / home / "rows.jsonl").write_text(f'{{"prompt": "{home}"}}\n')
+        (tmp_path / home / "rule.py").write_text(f"def score(completions, **_): return {home}")
+    data, common = {"train_data": "~/rows.jsonl"}, tmp_path / "rows.jsonl"
+    common.write_text('{"prompt": "p"}\n' * 8)
+    online = {"train_data": str(common)}
+    cases = [
+        ("data", "sft", data, "rows.jsonl"),
+        ("held out", "sft", online | {"eval_data": "~/rows.jsonl"}, "rows.jsonl"),
+        ("model", "sft", online | {"model_name_or_path": "~/model"}, "model"),
+        ("rule", "grpo", online | {"reward": ["~/rule.py:score"]}, "rule.py"),
+        ("reward model", "grpo", online | {"reward": ["length", "model:path=~/model"]}, "model"),
+        ("value model", "ppo", online | {"reward": ["length"], "value_model_path": "~/model"}, "model"),
+    ]
+    asked = json.dumps([case[:3] for case in cases])
+    output = run_processes([WORKER.with_name("same_inputs_worker.py"), tmp_path, asked], processes=2)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    assert found == [[name, *2 * [f"not_the_same_files {path}"]] for name, *_, path in cases]

@@ -119,6 +119,7 @@ from rlhf_algos.parallel.memory_plan import plan_machine as plan_machine
 from rlhf_algos.parallel.parallel import Parallel as Parallel
 from rlhf_algos.parallel.precision import check_hardware as check_hardware
 from rlhf_algos.parallel.precision import choose_precision as choose_precision
+from rlhf_algos.parallel.same_files import check_same_on_all as check_same_on_all
 from rlhf_algos.pipeline.orchestrator import RLHFOrchestrator as RLHFOrchestrator
 from rlhf_algos.pipeline.orchestrator import StageResult as StageResult
 from rlhf_algos.pipeline.orchestrator import TrainingStage as TrainingStage

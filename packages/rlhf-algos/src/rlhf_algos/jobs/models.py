@@ -19,7 +19,6 @@ from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
 from rlhf_algos.parallel.deepspeed_file import shards_weights
 from rlhf_algos.parallel.memory_plan import Machine
 from rlhf_algos.parallel.precision import check_hardware
-from rlhf_algos.parallel.same_files import check_same_on_all
 from rlhf_algos.process_group import barrier, init_process_group, is_main_process, world_size
 from rlhf_data import UserError
 from rlhf_models import (
@@ -115,8 +114,6 @@ def start_model(
     if config.full_determinism:
         make_deterministic()
     name = config.model_name_or_path
-    if name:
-        check_same_on_all(name)
     options: dict[str, Any] = {"dtype": config.dtype, "device": job_device()}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
     if sharded := shards_weights(config) and world_size() > 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
+from rlhf_algos.configs.online import PPOConfig
 from rlhf_algos.distributed.config import check_started
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
@@ -20,11 +21,13 @@ from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
+from rlhf_algos.parallel.same_files import check_same_on_all
 from rlhf_algos.process_group import broadcast, world_size
 from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, TokenSequence, UserError, atomic_write_json, atomic_write_text, finite
+from rlhf_infer import RewardFunctionFactory
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
@@ -110,6 +113,7 @@ class TrainingJob(Job):
         """
         config, method = self.config, self.method
         check_started(config)
+        check_same_on_all(*_inputs(config))
         check_start(method, config)
         rows = load_rows(method, config)
         online = config if isinstance(config, OnlineJobConfig) else None
@@ -308,3 +312,13 @@ def sample_stage(trainer: LanguageModelTrainer[Any], stage: Literal["start", "en
         from rlhf_eval import samples_page
 
         atomic_write_text(run.path / _PAGE, samples_page(rows, title=run.path.resolve().name))
+
+
+def _inputs(config: JobConfig) -> list[str]:
+    """Files and folders that every process reads; rewards of reward workers are read elsewhere."""
+    named: list[Any] = [config.model_name_or_path, config.train_data, config.eval_data]
+    if isinstance(config, OnlineJobConfig) and not (config.distributed and config.distributed.reward_workers):
+        named += [path for spec in config.reward for path in RewardFunctionFactory.paths_in(spec)]
+    if isinstance(config, PPOConfig):
+        named.append(config.value_model_path)
+    return [str(each) for each in named if each]

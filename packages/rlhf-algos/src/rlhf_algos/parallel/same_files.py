@@ -13,33 +13,34 @@ from rlhf_data import UserError
 _READ = 1 << 20
 
 
-def check_same_on_all(folder: str | Path) -> None:
-    """Refuse a model's folder that is another one on another machine; every process must call it.
+def check_same_on_all(*paths: str | Path) -> None:
+    """Refuse files and folders that are others on another machine; every process must call it.
 
-    Of each file the name, the size, and the first and last mebibyte are compared. A folder that no process
-    sees is left to who reads it, as is a name on the hub.
+    Of each file, and of those in a folder, the name, the size, and the first and last mebibyte are compared.
+    What no process sees is left to who reads it, as is a name on the hub.
 
     Raises:
         UserError: processes see different ones, or some see none.
     """
     if world_size() == 1:
         return
-    found = all_gather([(socket.gethostname(), _seen(Path(folder)))])
+    found = all_gather([(socket.gethostname(), [_seen(Path(path)) for path in paths])])
     here, first = found[0]
-    there = next((host for host, seen in found if seen != first), None)
-    if there is not None:
-        raise UserError(
-            f"model folder {folder} is not the same for the processes on {here} and {there}; put it on "
-            "storage that every machine has under this path; that goes for the cache of built models too",
-            code="folder_not_shared",
-            path=str(folder),
-        )
+    for host, seen in found:
+        for path, own, other in zip(paths, first, seen, strict=True):
+            if own != other:
+                raise UserError(
+                    f"{path} is not the same for the processes on {here} and {host}; put it on storage that "
+                    "every machine has under this path; that goes for the cache of built models too",
+                    code="not_the_same_files",
+                    path=str(path),
+                )
 
 
-def _seen(folder: Path) -> list[tuple[str, int, int, int]] | None:
-    if not folder.is_dir():
-        return None
-    return [_ends(path) for path in sorted(folder.iterdir()) if path.is_file()]
+def _seen(path: Path) -> list[tuple[str, int, int, int]] | None:
+    if path.is_dir():
+        return [_ends(file) for file in sorted(path.iterdir()) if file.is_file()]
+    return [_ends(path)] if path.is_file() else None
 
 
 def _ends(path: Path) -> tuple[str, int, int, int]:

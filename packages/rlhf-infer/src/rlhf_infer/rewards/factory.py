@@ -72,6 +72,11 @@ class RewardFunctionFactory:
         return spec_parser.with_absolute_paths(spec, _builders({}))
 
     @staticmethod
+    def paths_in(spec: str) -> list[str]:
+        """Absolute paths of the files and folders that a line names; a name on the hub looks like one."""
+        return spec_parser.paths_in(spec, _builders({}))
+
+    @staticmethod
     def from_function(function: RewardFunction | str, **options: Any) -> RewardFunction:
         """A Python function as it is, or the one that a dotted path names.
 

@@ -75,26 +75,44 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
 
 def with_absolute_paths(spec: str, builders: Mapping[str, Builder]) -> str:
     """See `RewardFunctionFactory.with_absolute_paths`; a line that `build` refuses stays as it is."""
+    return _with_paths(spec, builders, absolute_path)
+
+
+def paths_in(spec: str, builders: Mapping[str, Builder]) -> list[str]:
+    """See `RewardFunctionFactory.paths_in`."""
+    found: list[str] = []
+
+    def keep(path: str) -> str:
+        found.append(absolute_path(path))
+        return found[-1]
+
+    _with_paths(spec, builders, keep)
+    return found
+
+
+def _with_paths(spec: str, builders: Mapping[str, Builder], absolute: Callable[[str], str]) -> str:
     rule, _, rest = spec.partition(":")
     if rule in builders:
         parts = _parts(builders[rule], rest) if builders[rule].paths and rest else []
-        found = [_absolute_option(part, builders[rule], builders) for part in parts]
+        found = [_absolute_option(part, builders[rule], builders, absolute) for part in parts]
         return f"{rule}:{','.join(found)}" if found else spec
     path, colon, attributes = spec.rpartition(":")
     if colon and path.endswith(".py"):
-        return f"{absolute_path(path)}:{attributes}"
+        return f"{absolute(path)}:{attributes}"
     file = Path(f"{path}.py")
     if colon and path.isidentifier() and file.is_file() and _origin(path) in (None, str(file.absolute())):
-        return f"{file.absolute()}:{attributes}"
-    return spec if colon else absolute_path(spec)
+        return f"{absolute(str(file))}:{attributes}"
+    return spec if colon else absolute(spec)
 
 
-def _absolute_option(part: str, builder: Builder, builders: Mapping[str, Builder]) -> str:
+def _absolute_option(
+    part: str, builder: Builder, builders: Mapping[str, Builder], absolute: Callable[[str], str]
+) -> str:
     name, equals, value = part.partition("=")
     if name in builder.paths:
-        value = absolute_path(value)
+        value = absolute(value)
     if name == "base":
-        value = with_absolute_paths(value, builders)
+        value = _with_paths(value, builders, absolute)
     return f"{name}{equals}{value}"
 
 

@@ -28,8 +28,6 @@ from rlhf_models import PolicyModel
 
 _SEEDS_PER_PASS = 10
 """Answers and critiques of a pass have separate seeds."""
-_PAST_SEED = 5
-"""Between the seeds of the present monitor's critiques and a past one's."""
 
 
 @dataclass(frozen=True)
@@ -300,10 +298,7 @@ class MinMaxPipeline:
         seed: int,
         past: Member | None = None,
     ) -> Tensor:
-        """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any.
-
-        Where there is a past monitor, half of the critiques are its own.
-        """
+        """(A,) what the judge pays the policy: the mean over fresh critiques, half of them of a past one."""
         count, by_others = self.config.game.policy_critiques, None
         if isinstance(self.judge, Validator) and self.judge.chooser != "monitor":
             asked = [(batch[answer.story], answer.claim) for answer in answers]
@@ -314,8 +309,8 @@ class MinMaxPipeline:
             return self.bare_judge_scores(batch, answers)
         by_monitor = self._judged_with_critiques(batch, answers, count, seed)
         if past is not None:
-            with playing(self.players.monitor, past):
-                by_past = self._judged_with_critiques(batch, answers, count, seed + _PAST_SEED)
+            with playing(self.players.monitor, past):  # other draws than the present monitor's
+                by_past = self._judged_with_critiques(batch, answers, count, seed + _SEEDS_PER_PASS // 2)
             by_monitor = (by_monitor + by_past) / 2
         return by_monitor if by_others is None else (by_monitor + by_others) / 2
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rlhf_algos import few_threads_for_a_small_model, samplers, shards_weights
+from rlhf_algos import check_same_on_all, few_threads_for_a_small_model, samplers, shards_weights
 from rlhf_algos.process_group import init_process_group, world_size
 from rlhf_data import RunFolder
 from rlhf_minmax.config.run import MinMaxConfig
@@ -130,6 +130,7 @@ def _built_models(
         )
     if needs_held_out_reward(config):
         demo = with_held_out_reward(demo, *built, seed=config.seed, progress=events.demo_step)
+    check_same_on_all(*filter(None, asdict(demo).values()))
     return demo
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_algos import Machine, check_hardware, job_device, shards_weights
+from rlhf_algos import Machine, check_hardware, check_same_on_all, job_device, shards_weights
 from rlhf_algos.process_group import world_size
 from rlhf_data import UserError
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
@@ -60,6 +60,18 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
         )
     if processes > 1 and shards_weights(training.hardware()):
         _check_quantised(config, sharding)
+
+
+def check_inputs(config: MinMaxConfig) -> None:
+    """Refuse models, rows and rules that are others on another machine; every process must call it.
+
+    Raises:
+        UserError: processes see different ones, or some see none.
+    """
+    sections, data = {**_players(config), **scorer_sections(config)}, config.data
+    named = [getattr(section, "model_name", None) for section in sections.values()]
+    named += [data.train_data, data.eval_data, (data.rules or "").rpartition(":")[0]]
+    check_same_on_all(*filter(None, named))
 
 
 def _check_quantised(config: MinMaxConfig, sharding: str) -> None:

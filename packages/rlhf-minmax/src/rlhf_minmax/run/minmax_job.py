@@ -41,7 +41,7 @@ from rlhf_minmax.report.page import run_metrics, write_minmax_report
 from rlhf_minmax.report.panels import minmax_figure
 from rlhf_minmax.run.building import Game, build_game, model_names, with_workers
 from rlhf_minmax.run.checks import check_run, time_to_build
-from rlhf_minmax.run.distributed import check_processes, plan_devices
+from rlhf_minmax.run.distributed import check_inputs, check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
 from rlhf_minmax.run.row_checks import check_same_beginning
 from rlhf_minmax.run.trainer import MinMaxTrainer
@@ -201,6 +201,7 @@ class MinMaxJob:
 
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
+        check_inputs(self.config)
         stories = self.stories or load_stories(self.config)
         self._beginning = check_same_beginning(self.run.path / _PREFLIGHT, stories)
         if self.stories is not None:
