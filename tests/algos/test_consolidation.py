@@ -76,6 +76,7 @@ def test_the_empirical_fisher_is_that_of_a_plain_loop() -> None:
         assert torch.allclose(found[name], expected[name] / mean, rtol=1e-3, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_the_true_fisher_is_drawn_from_the_model() -> None:
     one, again, other = (
         ElasticWeightConsolidation(model(), strength=1.0).estimate(ROWS, seed=seed)["lm_head.weight"]

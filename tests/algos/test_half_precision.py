@@ -33,6 +33,7 @@ def margin(model: Any, pairs: list[Any]) -> float:
     return float((logps * signs).sum()) / len(pairs)
 
 
+@pytest.mark.slow
 @HALF
 def test_small_steps_are_not_lost(dtype: torch.dtype, examples: Any) -> None:
     pairs = examples("pairs", 8)

@@ -31,6 +31,7 @@ def experts() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_loss_and_a_metric_have_it(name: str, examples: Any, history: Any) -> None:
     method = METHODS[name]

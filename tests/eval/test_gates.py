@@ -78,6 +78,7 @@ def test_a_loss_within_the_margin_never_fails() -> None:
     assert found.outcome == "pass"
 
 
+@pytest.mark.slow
 def test_no_change_fails_in_at_most_five_percent_of_simulations() -> None:
     """1,000 simulated models no better and no worse, on six suites each; two standard errors are allowed."""
     rng = np.random.default_rng(4)
@@ -90,6 +91,7 @@ def test_no_change_fails_in_at_most_five_percent_of_simulations() -> None:
     assert failed <= 50
 
 
+@pytest.mark.slow
 def test_a_drop_of_five_points_is_found_at_the_stated_number_of_rows() -> None:
     """In one of six suites; 200 simulations, of which 80% less two standard errors have to find it."""
     rows = rows_to_find_drop(0.05, changed=0.2, suites=len(SUITES))
@@ -136,6 +138,7 @@ def test_rates_of_different_rows_are_compared_by_their_own_intervals() -> None:
     assert found([1] * 10 + [0] * 290, [1] * 600 + [0] * 2400, complaints).outcome == "pass"
 
 
+@pytest.mark.slow
 def test_no_change_in_ratings_fails_in_at_most_five_percent_of_simulations() -> None:
     rng = np.random.default_rng(7)
     gate, failed = Gate(metric="rating", against="start", margin=0.02), 0

@@ -309,6 +309,7 @@ def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
     return {f"{prefix}{key}" for key in values}.union(*inner)
 
 
+@pytest.mark.slow
 def test_the_instruct_config_plays_a_chat_model(run: Run, model_folder: Callable[[str], Path]) -> None:
     from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
 

@@ -133,6 +133,7 @@ def test_a_temperature_next_to_nothing_is_answered_or_refused(door: Door, value:
         check_answer("temperature", "POST", *answer)
 
 
+@pytest.mark.slow
 def test_a_form_that_compiles_for_long_keeps_nobody_else_waiting(door: Door) -> None:
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 2}
     ended: list[str] = []

@@ -147,6 +147,7 @@ def test_an_ensemble_counts_less_where_its_members_disagree(
     assert cautious == evaluated(two)["eval_reward"] < mean
 
 
+@pytest.mark.slow
 def test_several_rewards_with_weights_are_trained_on(
     train: Train, model: Path, reward_models: Path, url: str
 ) -> None:
@@ -188,6 +189,7 @@ def test_ppo_values_start_from_a_reward_model(train: Train, model: Path, reward_
     assert all(bool((mine[name] == start[name]).all()) for name in start)  # no value loss, so nothing moves
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_the_way_can_be_mended(train: Train, model: Path) -> None:
     score = "def score(completions, trainer_state):\n    return [float(len(text)) for text in completions]\n"
     broken = score.replace(":\n", ":\n    assert trainer_state.global_step < 2, 'no more'\n", 1)

@@ -54,6 +54,7 @@ def test_stages_run_once_and_the_folder_tells(
     assert again.exit_code == 0 and "finished" not in again.output and "cached" in again.output
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_the_trainings_and_leaves_nothing(
     train: Callable[..., Result], config: Path, tmp_path: Path, model: Path
 ) -> None:

@@ -22,6 +22,7 @@ def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> Rows:
 GOOD = [{"prompt": f"{i} + 1 =", "answer": f"#### {i + 1}"} for i in range(500)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gold", [r"2\sqrt{3}", r"2\pi", "x^2", "(3, 4)", "[0, 1)", "north", "3 or 4", True])
 def test_a_gold_that_is_not_one_number_is_refused_over_all_rows(tmp_path: Path, gold: Any) -> None:
     rows = [*GOOD, {"prompt": "p", "answer": gold}]

@@ -54,6 +54,7 @@ def job(base: Path, tmp_path: Path) -> Any:
     return make
 
 
+@pytest.mark.slow
 def test_a_base_model_learns_to_end_its_turn(job: Any, tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(TEMPLATE)

@@ -58,6 +58,7 @@ def test_speculation_changes_no_completion_and_saves_passes(
     assert agreement is not None and agreement > 8
 
 
+@pytest.mark.slow
 def test_fresh_random_numbers_agree_too_little_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, passes = completions_of(grpo(**SETTINGS), monkeypatch)
     found, same = completions_of(grpo(**SETTINGS, speculation="previous"), monkeypatch)
@@ -71,6 +72,7 @@ def test_common_random_numbers_are_those_of_the_first_step_in_every_epoch() -> N
     assert trainer.seed_of(evaluation) == other.seed_of(evaluation) != trainer.seed_of(0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
     settings = SETTINGS | {"common_random_numbers": True, "speculation": "previous", "save_steps": 5}
 

@@ -32,6 +32,7 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [grpo, ppo])
 def test_an_engine_that_waits_for_the_newest_weights_is_as_the_trainers_own(make: Any):
     assert same(run(make), run(make, AheadEngine(TOKENIZER, 0)))

@@ -60,6 +60,7 @@ def test_an_open_gate_rejects_unless_it_is_told_to_accept(run: Any, tmp_path: Pa
     assert accepting.store.entries["gate"]["decision"] == "accepted"
 
 
+@pytest.mark.slow
 def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_path: Path) -> None:
     def rate(name: str, liked: int, disliked: int) -> str:
         rows = [{"prompt": "p", "completion": "c", "label": i < liked} for i in range(liked + disliked)]
@@ -125,6 +126,7 @@ def canary(tmp_path: Path, **fields: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_model_that_passed_twice_loses_its_role_to_the_one_before(run: Any, tmp_path: Path) -> None:
     """Pass, pass by other ratings, fail, and the same again: the start model has the role, and keeps it."""
     start = report(tmp_path / "good", sums=[1.0] * 400)
@@ -201,6 +203,7 @@ def test_ratings_of_another_model_do_not_count_for_the_candidate(run: Any, tmp_p
     assert verdict(run(stages))["outcome"] == "pass"
 
 
+@pytest.mark.slow
 def test_after_a_rejection_the_pipeline_goes_on_with_what_the_gate_accepted_before(
     run: Any, tmp_path: Path
 ) -> None:
@@ -229,6 +232,7 @@ def test_after_a_rejection_the_pipeline_goes_on_with_what_the_gate_accepted_befo
         assert pipeline.store.held["policy"].artefact.address == accepted
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_a_gate_waits_for_the_role_that_it_compares_with(run: Any, tmp_path: Path) -> None:
     """A gate below an undecided one of the same role: only if it compares with what has the role."""
     good = report(tmp_path / "good", sums=[1.0] * 400)
@@ -259,6 +263,7 @@ def test_a_model_that_another_gate_accepts_stays(run: Any, tmp_path: Path) -> No
     assert (tmp_path / "run/current/policy").exists()
 
 
+@pytest.mark.slow
 def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) -> None:
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
 
@@ -275,6 +280,7 @@ def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) 
     assert pipeline.store.held["policy"].stage == "first" and (tmp_path / "run/current/policy").exists()
 
 
+@pytest.mark.slow
 def test_a_manifest_without_former_holders_keeps_its_roles(run: Any, tmp_path: Path) -> None:
     """As earlier versions wrote it."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
@@ -318,6 +324,7 @@ def verdict(pipeline: Any) -> dict[str, Any]:
     return json.loads((folder / "verdict.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def test_a_permutation_has_each_number_once(size, key):
     assert sorted(Permutation(size, (key,))(np.arange(size)).tolist()) == list(range(size))
 
 
+@pytest.mark.slow
 def test_permutations_of_a_small_set_are_all_about_as_frequent():
     # 24 orders of 4 numbers under 4800 keys: 200 each, standard deviation 13.8; chi-squared of 23 degrees of
     # freedom is below 49.7 in 999 of 1000 draws.

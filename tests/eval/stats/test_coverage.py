@@ -26,6 +26,7 @@ each_case = pytest.mark.parametrize("case", SCRIPT.CASES, ids=lambda case: case.
 FEW = 20
 
 
+@pytest.mark.slow
 @each_case
 def test_an_interval_holds_the_truth_in_a_few_simulations(case) -> None:
     share, found = SCRIPT.seen(case, FEW)

@@ -69,6 +69,7 @@ def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
     batcher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])  # with and without a short window
 def test_requests_that_began_at_different_times_are_joined(
     name: str, lively_model: Any, monkeypatch: pytest.MonkeyPatch

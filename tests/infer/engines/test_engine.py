@@ -69,6 +69,7 @@ def test_greedy_equals_generate_on_a_ragged_batch(name: str) -> None:
     assert len({len(rollout.completion_ids) for (rollout,) in ours}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 @pytest.mark.parametrize("feature", ["repetition_penalty", "min_new_tokens", "stop"])
 def test_greedy_with_more_settings_equals_generate(name: str, feature: str, tokenizer: Any) -> None:

@@ -151,6 +151,7 @@ def test_the_youngest_pauses_and_no_token_changes(case: tuple[str, int], lively_
     batcher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(ARCHITECTURES, "gemma2", proofs=ARCHITECTURES))
 def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=512)
@@ -165,6 +166,7 @@ def test_every_architecture_goes_on_where_it_was(name: str, lively_model: Any) -
     assert batcher.preemptions >= 1 and batcher.most <= 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", by_default(["n-grams", "draft model"], "n-grams"))
 def test_speculation_goes_on_where_it_was(guesses: str, lively_model: Any) -> None:
     model = lively_model(max_position_embeddings=512)
@@ -180,6 +182,7 @@ def test_speculation_goes_on_where_it_was(guesses: str, lively_model: Any) -> No
     assert max(batcher.computed) > 1  # guesses were among what had to be computed again
 
 
+@pytest.mark.slow
 def test_a_wrong_key_after_a_pause_shows(lively_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tokens agree above says something: with the signs of what comes back turned they do not."""
     model, params = lively_model(max_position_embeddings=512), SamplingParams(300, seed=5)

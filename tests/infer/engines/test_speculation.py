@@ -184,6 +184,7 @@ def test_the_state_of_previous_completions_is_all_there_is(lively_model: Any) ->
     assert one.generate(PROMPTS, 3, params) == other.generate(PROMPTS, 3, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["plain", "cold", "top-k", "top-p", "min-p", "biased"])
 def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model: Any) -> None:
     """50,000 second tokens after guesses that are always the same ones, against their exact probabilities.

@@ -38,6 +38,7 @@ def test_the_order_sent_does_not_depend_on_the_order_given(fake: Any) -> None:
     assert sent(fake, CRITIQUES) == sent(fake, by_label) == sent(fake, CRITIQUES[::-1])
 
 
+@pytest.mark.slow
 def test_labels_cannot_be_told_from_places_in_the_order(fake: Any) -> None:
     # Ten right answers, then ten wrong ones, in 30 batches. Where the order is random, the share of right
     # ones in the first half of a batch has mean 1/2 and variance 1/4 · 10/19 · 1/10 = 1/76; over 30 batches

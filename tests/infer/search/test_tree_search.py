@@ -83,6 +83,7 @@ def test_budgets_are_exact(engine: TransformersEngine, strategy: SearchStrategy)
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_search_gives_the_same_tree(
     engine: TransformersEngine, process_model: ProcessRewardModel, tmp_path: Path, strategy: SearchStrategy

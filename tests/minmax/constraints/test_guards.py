@@ -211,6 +211,7 @@ def test_without_rollback_a_fall_is_reported_and_no_policy_is_kept():
     assert guard.good == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollback", [True, False])
 def test_the_real_policy_is_put_back(make_game, rollback):
     overrides = (f"guards.rollback={str(rollback).lower()}", "guards.value_drop=0.01")

@@ -76,6 +76,7 @@ def test_both_players_are_paid_by_what_is_found(make_game: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_calls_are_counted_step_by_step(make_game: Any) -> None:
     pipeline, stories = make_game("judge_model.kind=validator", "training.batch_size=4")
     trainer = MinMaxTrainer(pipeline, pipeline.config, stories.train)

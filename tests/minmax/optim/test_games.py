@@ -81,6 +81,7 @@ def test_steps_leave_the_solution_of_matching_pennies(seed):
     assert statistics.fmean(late_distances(seed, beta=0.0)) > 1.15 * START
 
 
+@pytest.mark.slow
 @each_seed
 def test_the_regularised_game_is_solved(seed):
     # With 0.3 KL to the uniform distribution each player's payoff is strictly concave; (1/2, 1/2) solves it
@@ -116,6 +117,7 @@ def constrained(rule, *, step_size, steps=3000):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "step_size"), [("additive", 0.5), ("log", 0.5), ("pid", 0.5)])
 def test_dual_ascent_finds_the_multiplier_and_meets_the_threshold(rule, step_size):
     path = constrained(rule, step_size=step_size)

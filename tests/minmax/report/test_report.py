@@ -214,6 +214,7 @@ def test_gold_may_be_an_index(run):
     assert '<li class="gold">✓ garden' in source
 
 
+@pytest.mark.slow
 def test_what_judges_behind_an_api_were_asked_for(run):
     _, page = render(run)
     assert "Judges behind an API" not in page.text
@@ -225,6 +226,7 @@ def test_what_judges_behind_an_api_were_asked_for(run):
         assert row in page.text
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_validator_are_counted(run):
     _, page = render(run)
     assert "Checks by the validator" not in page.text

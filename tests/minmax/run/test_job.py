@@ -261,6 +261,7 @@ def test_evaluation_alone(tmp_path, make_config, demo_cache, whole):
     (run.path / "evaluation.json").unlink()
 
 
+@pytest.mark.slow
 def test_two_full_models_play_a_whole_run(tmp_path, make_config, demo_cache, no_figures, monkeypatch):
     given_back = []
     monkeypatch.setattr(DeviceManager, "clear_memory", lambda self: given_back.append(self))

@@ -48,6 +48,7 @@ def test_a_policy_that_words_its_answers_otherwise_is_reported(make_game, tmp_pa
         assert all(any(repr(choice) in text for choice in choices.values()) for text in told)
 
 
+@pytest.mark.slow
 def test_a_monitor_that_is_never_trained_leaves_its_multiplier_and_the_doctor_alone(make_game, tmp_path):
     never = ("training.monitor_updates_per_policy=0", "training.max_steps=18", "game.policy_critiques=0")
     trainer = trainer_of(make_game, tmp_path, *never, "constraint.lambda_max=5.1")
@@ -148,6 +149,7 @@ def test_a_signal_ends_the_step_and_is_resumed_from(make_game, tmp_path, capfd, 
     assert equal(weights(whole), weights(resumed))
 
 
+@pytest.mark.slow
 @each_kind
 def test_steps_after_the_last_checkpoint_are_played_again(make_game, tmp_path, kind):
     sparse = ("training.save_steps=2", *kind)
@@ -192,6 +194,7 @@ def test_saving_and_evaluating_change_nothing(make_game, tmp_path):
     assert [step for step, _ in RunFolder(tmp_path / "often").checkpoints()] == [3, 4]
 
 
+@pytest.mark.slow
 def test_plain_training_leaves_the_monitor_alone_and_makes_as_many_policy_updates(make_game, tmp_path):
     game = trainer_of(make_game, tmp_path / "game", "training.monitor_warmup_steps=2")
     plain = trainer_of(make_game, tmp_path / "plain", "training.monitor_warmup_steps=2", adversary=False)

@@ -60,6 +60,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_trackers_get_the_numbers_of_every_step(make_game: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -81,6 +82,7 @@ def test_trackers_get_the_numbers_of_every_step(make_game: Any, tmp_path: Path) 
     assert [each.checkpoint.name for each in reports] == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted_evaluations")
 def test_stops_early_and_stays_stopped(make_game: Any, tmp_path: Path) -> None:
     patient = (*EVALUATED, "training.early_stopping_patience=1", "training.save_steps=null")
@@ -95,6 +97,7 @@ def test_stops_early_and_stays_stopped(make_game: Any, tmp_path: Path) -> None:
     assert again.step == 3 and len(rows(tmp_path)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted_evaluations")
 def test_the_best_checkpoint_is_kept_and_taken_at_the_end_resumed_or_not(
     make_game: Any, tmp_path: Path
@@ -239,6 +242,7 @@ def test_fsdp_needs_several_processes_and_no_deepspeed(make_config: Any) -> None
         make_config("training.fsdp=true", "training.deepspeed=zero.json")
 
 
+@pytest.mark.slow
 def test_a_step_with_a_finding_is_always_logged(make_game: Any, tmp_path: Path) -> None:
     trainer = trainer_of(make_game, tmp_path, "training.logging_steps=3", "training.max_steps=5")
     step = trainer.train_step

@@ -42,6 +42,7 @@ def train(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
 def test_saved_models_give_the_same_scores_in_transformers(architecture, byte_tokenizer, tmp_path):
     model = make(byte_tokenizer, architecture)

@@ -34,6 +34,7 @@ def in_shards(folder: Path, seed: int, size: str = "20KB") -> None:
         model(seed).save_pretrained(place, max_shard_size=size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["one file", "shards", "same shards", "bin", "adapter"])
 @pytest.mark.parametrize("new", ["one file", "shards"])
 def test_the_new_weights_are_loaded_and_no_others_are_left(tmp_path: Path, old: str, new: str) -> None:
@@ -78,6 +79,7 @@ def test_files_of_many_weights_replace_a_single_one(tmp_path: Path, monkeypatch:
     assert torch.equal(first(tmp_path), next(model(1).parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [("1GB", "20KB"), ("20KB", "1GB"), ("40KB", "20KB")])
 def test_a_kill_leaves_the_old_or_the_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, str]
