@@ -30,7 +30,7 @@ def ask(server: Any, search: Any, prompt: Any = PROMPTS[0], **fields: Any) -> tu
     return status, answer
 
 
-@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n"])
+@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"])
 def test_a_request_searches_the_tree_of_the_command(
     server: Any, folders: Path, tmp_path: Path, strategy: str
 ) -> None:

@@ -34,7 +34,7 @@ def run(verb: str, folders: Path, rows: Path, output: Path, *more: str, reward: 
     return CliRunner().invoke(main, [verb, "--input", str(rows), "--output", str(output), *options, *more])
 
 
-@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n"])
+@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"])
 def test_every_row_gets_the_best_of_its_tree(
     folders: Path, rows: Path, tmp_path: Path, strategy: str
 ) -> None:

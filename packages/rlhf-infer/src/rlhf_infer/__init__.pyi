@@ -83,6 +83,7 @@ from rlhf_infer.search.tree import read_trees as read_trees
 from rlhf_infer.search.tree import write_trees as write_trees
 from rlhf_infer.search.tree_search import MCTSGenerator as MCTSGenerator
 from rlhf_infer.search.tree_search import TreeSearch as TreeSearch
+from rlhf_infer.search.treequest import TreeQuestStrategy as TreeQuestStrategy
 from rlhf_infer.search.waves import DrawSteps as DrawSteps
 from rlhf_infer.search.waves import ScorePaths as ScorePaths
 from rlhf_infer.search.waves import SearchWaves as SearchWaves

@@ -16,7 +16,7 @@ from rlhf_data import exit_cleanly, output_written
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
-_SEARCHES = ("mcts", "beam", "dvts", "best-first", "best-of-n")
+_SEARCHES = ("mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts")
 _COMPRESSIONS = ("question", "surprisal", "contrastive")
 _LOADING = "loading torch and transformers, which takes some seconds"
 _BUILDING = "; a demonstration of another seed is built first, which takes minutes"

@@ -146,7 +146,8 @@ class Generation(Body):
     """`best` by score, `majority` or `weighted` votes of the candidates' answers, or `none`: as they come."""
     search: dict[str, Any] | Utf8 | None = None
     """Search a tree of steps by the rewards in place of drawing candidates: `mcts`, `beam`, `dvts`,
-    `best-first`, `best-of-n`, or an object with `strategy` and more of `rlhf_infer.SearchSettings`."""
+    `best-first`, `best-of-n`, `ab-mcts`, or an object with `strategy` and more of
+    `rlhf_infer.SearchSettings`."""
     return_candidates: StrictBool = False
     """Return all candidates with their scores in `candidates`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -10,10 +10,13 @@ from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.sampling.candidates import VOTES, Extract
 from rlhf_infer.search.settings import SearchSettings
 from rlhf_infer.search.tree import SearchTree
+from rlhf_infer.search.treequest import check_installed
 
 
 def check_search_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
-    """Refuse settings that do not go together, with each other or with a search by steps."""
+    """Refuse settings that do not go together, with each other or a search by steps, or miss a package."""
+    if settings.strategy == "ab-mcts":
+        check_installed()
     if settings.selection in VOTES and extract is None:
         raise UserError(
             f"selection {settings.selection} needs extract, which finds the answer in a completion; give one",

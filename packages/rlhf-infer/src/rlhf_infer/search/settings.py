@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from rlhf_data import BaseConfig
 
-SearchStrategy = Literal["mcts", "beam", "dvts", "best-first", "best-of-n"]
-"""Which nodes are extended next, see `rlhf_infer.search.strategies` and `rlhf_infer.search.mcts`."""
+SearchStrategy = Literal["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"]
+"""Which nodes are extended next, see `strategies`, `mcts` and `treequest` in `rlhf_infer.search`."""
 _BRANCHES = (4, 3, 2, 1)
 
 

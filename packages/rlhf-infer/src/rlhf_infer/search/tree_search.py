@@ -11,6 +11,7 @@ from rlhf_infer.sampling.candidates import Extract
 from rlhf_infer.search.results import SearchCost, SearchResult
 from rlhf_infer.search.scorers import path_scorer
 from rlhf_infer.search.settings import SearchSettings
+from rlhf_infer.search.strategies import Strategy
 from rlhf_infer.search.tree import SearchTree
 from rlhf_infer.search.waves import Checker, DrawSteps, ScorePaths, SearchWaves
 
@@ -82,6 +83,7 @@ class TreeSearch:
         *,
         resume: Sequence[SearchTree] = (),
         on_wave: Callable[[Sequence[SearchTree]], None] | None = None,
+        strategy: Callable[[], Strategy] | None = None,
     ) -> list[SearchResult]:
         """Search all prompts.
 
@@ -91,6 +93,7 @@ class TreeSearch:
             resume: trees of an interrupted or shorter run, one per prompt: what they have is not drawn or
                 scored again.
             on_wave: called with the trees after every wave.
+            strategy: makes the strategy of each prompt, in place of that of the settings.
 
         Returns:
             One result per prompt, in their order.
@@ -102,7 +105,7 @@ class TreeSearch:
         check = getattr(self.engine, "check_lengths", None)
         if check is not None:
             check(ids, self.waves.params.max_new_tokens)
-        calls = self.waves.calls(prompts, ids, columns, resume=resume, on_wave=on_wave)
+        calls = self.waves.calls(prompts, ids, columns, resume=resume, on_wave=on_wave, strategy=strategy)
         answer: Any = None
         while True:
             try:

@@ -18,6 +18,7 @@ from rlhf_infer.search.scorers import PathScores, ScoredPath, packed_tokens
 from rlhf_infer.search.settings import SearchSettings
 from rlhf_infer.search.strategies import DVTS, Beam, BestFirst, BestOfN, Expansion, Strategy
 from rlhf_infer.search.tree import Draw, SearchTree, Terminal
+from rlhf_infer.search.treequest import ab_mcts
 
 Checker = Callable[[str], bool]
 """Whether the text of a completion so far is a finished one, for instance because it gives an answer."""
@@ -139,10 +140,11 @@ class SearchWaves:
         *,
         resume: Sequence[SearchTree] = (),
         on_wave: Callable[[Sequence[SearchTree]], None] | None = None,
+        strategy: Callable[[], Strategy] | None = None,
     ) -> StepCalls:
         """Search all prompts; see `TreeSearch.run`, to whose arguments the prompts' tokens come."""
         self.cost = SearchCost()
-        searches = self._start(prompts, prompt_ids, dict(columns or {}), resume)
+        searches = self._start(prompts, prompt_ids, dict(columns or {}), resume, strategy or self._strategy)
         self.trees = [search.tree for search in searches]
         while orders := [order for search in searches for order in self._orders(search)]:
             yield from self._draw(orders)
@@ -158,6 +160,7 @@ class SearchWaves:
         ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         resume: Sequence[SearchTree],
+        strategy: Callable[[], Strategy],
     ) -> list[_Search]:
         check_column_lengths(columns, len(prompts))
         made_with = self._made_with()
@@ -166,7 +169,7 @@ class SearchWaves:
         return [
             _Search(
                 SearchTree(prompt, own, made_with),
-                self._strategy(),
+                strategy(),
                 {name: values[i] for name, values in columns.items()},
                 resume[i].recorded() if resume else {},
             )
@@ -176,6 +179,8 @@ class SearchWaves:
     def _strategy(self) -> Strategy:
         if self.settings.strategy == "mcts":
             return MCTS(self.settings, bounded=self.scorer.bounded)
+        if self.settings.strategy == "ab-mcts":
+            return ab_mcts(self.settings.width, self.params.seed or 0, bounded=self.scorer.bounded)
         return _STRATEGIES[self.settings.strategy](self.settings)
 
     def _made_with(self) -> dict[str, Any]:
