@@ -131,6 +131,18 @@ def test_a_resumed_phase_counts_only_its_own_tokens(clock: list[float]) -> None:
     assert "tokens/s 100\n" in output.getvalue() and "tokens/s 1,000" not in output.getvalue()
 
 
+def test_a_stage_that_begins_again_has_a_pace_of_its_own(clock: list[float]) -> None:
+    events, output = events_on(terminal=False)
+    with events:
+        for seconds, total in ((10.0, 20), (1.0, 20)):
+            for step in range(1, total + 1):
+                events.demo_step("base", step, total, {"loss": 0.5})
+                clock[0] += seconds
+    slow, fast = (line for line in output.getvalue().splitlines() if line.startswith("building base: 10/20"))
+    assert "9.0 s a step, 0:01:30 left" in slow  # 90 s after the first of ten steps
+    assert "0.9 s a step, 0:00:09 left" in fast
+
+
 def test_missing_values_are_left_out(clock: list[float]) -> None:
     events, output = events_on(terminal=False)
     with events:

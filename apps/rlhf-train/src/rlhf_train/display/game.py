@@ -119,7 +119,7 @@ class ConsoleEvents(Events):
     def step(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
         """Live metrics of a step."""
         shown = _values(_LIVE, metrics)
-        speed = self._current(_TITLES[phase]).tokens_per_second(int(metrics["num_tokens"] or 0))
+        speed = self._current(_TITLES[phase], step).tokens_per_second(int(metrics["num_tokens"] or 0))
         if speed is not None:
             shown["tokens/s"] = f"{speed:,.0f}"
         self._advance(_TITLES[phase], step, total, shown)
@@ -176,14 +176,15 @@ class ConsoleEvents(Events):
             self.console.print()
             before = row["story"]
 
-    def _current(self, title: str) -> _Stage:
-        """The stage of this title, begun now where it is new."""
-        if self._stage is None or self._stage.title != title:
+    def _current(self, title: str, step: int) -> _Stage:
+        """The stage of this title, begun now where it is new, or where its steps begin anew."""
+        if self._stage is None or self._stage.title != title or step < self._stage.step:
             self._stage = _Stage(title)
+        self._stage.step = step
         return self._stage
 
     def _advance(self, title: str, step: int, total: int, shown: dict[str, str]) -> None:
-        stage = self._current(title)
+        stage = self._current(title, step)
         if step == total:
             self._live.update("")
             line = Text.assemble(("✓ ", "green"), f"{title}: {total} steps in {_seconds(stage.seconds)}")
@@ -198,7 +199,7 @@ class _Stage:
     """One bar: its clock, its speed, and how it looks."""
 
     def __init__(self, title: str, start: int = 0) -> None:
-        self.title, self.start = title, start
+        self.title, self.start, self.step = title, start, start
         self._started = time.perf_counter()
         self._first: tuple[float, int] | None = None
         self._progress = Progress(

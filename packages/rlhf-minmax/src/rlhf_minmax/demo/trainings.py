@@ -36,6 +36,7 @@ from rlhf_models import (
     token_logps,
 )
 
+_PRETRAINED = "base: correct answers and critiques"
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""
 _EXTRA_PASSES = 3
@@ -126,25 +127,26 @@ class DemoBuilder:
         From some initial weights they do not come at all: then it is trained again from others.
         """
         enough = min(_STUCK, self.settings.least_verdict_accuracy)
-        base, accuracy = self._attempt(fresh(self.seed))
+        base, accuracy = self._attempt(fresh(self.seed), _PRETRAINED)
         for attempt in range(1, _BASE_ATTEMPTS):
             if accuracy >= enough:
                 break
-            base, accuracy = self._attempt(fresh(self.seed + attempt))
+            base, accuracy = self._attempt(fresh(self.seed + attempt), f"{_PRETRAINED}, from other weights")
         return base, accuracy
 
-    def _attempt(self, base: PreTrainedModel) -> tuple[PreTrainedModel, float]:
+    def _attempt(self, base: PreTrainedModel, stage: str) -> tuple[PreTrainedModel, float]:
         """The base after a pass, and after further ones while they help, with its share of true verdicts."""
-        self.pretrain(base, self.settings.num_pretrain_steps)
+        self.pretrain(base, self.settings.num_pretrain_steps, stage)
         accuracy = self._verdict_accuracy(base)
         for further in range(_EXTRA_PASSES):
             if accuracy >= self.settings.least_verdict_accuracy or (further and accuracy < _STUCK):
                 break
-            self.pretrain(base, max(1, self.settings.num_pretrain_steps // 3))
+            more = f"{stage}, with {accuracy:.0%} of verdicts true"
+            self.pretrain(base, max(1, self.settings.num_pretrain_steps // 3), more)
             accuracy = self._verdict_accuracy(base)
         return base, accuracy
 
-    def pretrain(self, base: PreTrainedModel, steps: int) -> None:
+    def pretrain(self, base: PreTrainedModel, steps: int, stage: str = _PRETRAINED) -> None:
         """Answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
         examples = []
         for _ in range(steps * self.settings.batch_size):
@@ -160,7 +162,7 @@ class DemoBuilder:
                 start = self.prompts.drill(answer_text(drilled)) + f" {evidence} so"
                 sequences.append(self._sequence(start, " right" if supported else " wrong"))
             examples.append(tuple(sequences))
-        self._train(SFTTrainer, base, "base: correct answers and critiques", examples, SFTConfig, 5e-3)
+        self._train(SFTTrainer, base, stage, examples, SFTConfig, 5e-3)
 
     @torch.no_grad()
     def _verdict_accuracy(self, base: PreTrainedModel) -> float:
