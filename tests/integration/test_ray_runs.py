@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +104,9 @@ def test_a_machine_that_is_drained_checkpoints_first(server: CommandServer, tmp_
         runs.start(run, workers=2)
         assert runs.stopped() == 0
         assert_same(run, runs.whole("whole"))
+
+
+@pytest.mark.proof
+def test_the_end_of_a_machine_prints_no_state_of_rays(run_processes: Callable[..., str]) -> None:
+    printed = run_processes([Path(__file__).with_name("dead_machine_worker.py")], processes=1)
+    assert "noticed" in printed and "raylet" not in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,15 @@ def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     )
     text = capsys.readouterr().out
     assert "nothing is trained" in text and "48 [of] 32" in text and "warning: look out" in text
+
+
+def test_a_game_prints_what_happens_to_its_workers() -> None:
+    log = logging.getLogger("rlhf_algos.distributed.cluster")
+    events, output = events_on(terminal=False)
+    with events:
+        log.info("connected to the Ray cluster %s", "here")
+        log.warning("lost rollout worker 1")
+    log.warning("after the end")
+    text = output.getvalue()
+    assert "connected to the Ray cluster here\n" in text and "warning: lost rollout worker 1\n" in text
+    assert "after the end" not in text

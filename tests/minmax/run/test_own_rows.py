@@ -202,9 +202,7 @@ def test_a_base_that_cannot_read_is_refused_unless_forced(rows: Rows, tmp_path: 
     stages: list[str] = []
     with pytest.raises(UserError, match=r"demo\.min_verdict_accuracy 0\.98.*--force"):
         build(config, tmp_path, progress=lambda stage, *_: stages.append(stage))
-    assert all(
-        stage.startswith("base: correct answers") for stage in stages
-    )
+    assert all(stage.startswith("base: correct answers") for stage in stages)
     assert len(set(stages)) > 1, "a further pass, or one from other weights, is named so"
     demo = build(config, tmp_path, force=True)
     (missed,) = missed_gates(demo, config.demo)

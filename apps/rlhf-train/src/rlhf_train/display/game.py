@@ -22,6 +22,7 @@ from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_minmax.evaluation.evaluate import Metrics
 from rlhf_minmax.run.events import duration
 from rlhf_train.display.console import device_table, make_console, warning_line
+from rlhf_train.display.log_lines import LogLines
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
 _BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}
@@ -62,8 +63,10 @@ class ConsoleEvents(Events):
         self.console.quiet = quiet
         self._live = Live(console=self.console, transient=True, refresh_per_second=8)
         self._stage: _Stage | None = None
+        self._log = LogLines(self.console, ("rlhf_algos.distributed",))
 
     def __enter__(self) -> ConsoleEvents:
+        self._log.__enter__()
         if self.console.is_terminal:
             self._live.start()
         return self
@@ -72,6 +75,7 @@ class ConsoleEvents(Events):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        self._log.__exit__(kind, error, trace)
 
     def device_plan(self, rows: list[dict[str, str]]) -> None:
         """A table of roles and devices."""

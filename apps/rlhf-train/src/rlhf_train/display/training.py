@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from rich.text import Text
 from rlhf_algos import StepReport
 from rlhf_data import RunFolder
 from rlhf_train.display.console import device_table, make_console, warning_line
+from rlhf_train.display.log_lines import LogLines
 
 _PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
 _ALWAYS = ("learning_rate", "grad_norm")
@@ -38,26 +38,16 @@ class TrainingDisplay:
         self.console.quiet = quiet
         self.progress: bool | None = False if quiet else None
         """The trainer's progress function: a line where the console is a terminal, otherwise nothing."""
-        self._handler = _ConsoleHandler(self.console)
-        self._levels: dict[str, int] = {}
+        self._log = LogLines(self.console, _PACKAGES)
 
     def __enter__(self) -> TrainingDisplay:
-        for name in _PACKAGES:
-            logger = logging.getLogger(name)
-            self._levels[name] = logger.level
-            logger.setLevel(logging.INFO)
-            logger.addHandler(self._handler)
-            logger.propagate = False
+        self._log.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, level in self._levels.items():
-            logger = logging.getLogger(name)
-            logger.setLevel(level)
-            logger.removeHandler(self._handler)
-            logger.propagate = True
+        self._log.__exit__(kind, error, trace)
 
     def on_report(self, report: StepReport) -> None:
         """A line for a logged step where no progress line is drawn; one for an evaluation, a checkpoint."""
@@ -91,7 +81,7 @@ class TrainingDisplay:
 
     def stage(self, name: str) -> None:
         """A stage of several begins."""
-        self._handler.forget()
+        self._log.forget()
         self.console.print(Text(f"stage {name}", "bold"))
 
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
@@ -127,27 +117,6 @@ class TrainingDisplay:
         for final in (run.path / "final", run.path / "ppo" / "final"):
             if final.is_dir():
                 self.console.print(Text(f"the trained model: {final}", overflow="fold"))
-
-
-class _ConsoleHandler(logging.Handler):
-    """Prints log records, warnings marked as such, each text once."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
-        self._printed: set[str] = set()
-
-    def forget(self) -> None:
-        """Print texts again that were printed before."""
-        self._printed.clear()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        message = record.getMessage()
-        if message in self._printed:
-            return
-        self._printed.add(message)
-        self.console.print(warning_line(message) if record.levelno >= logging.WARNING else Text(message))
 
 
 def _pace(report: StepReport) -> list[str]:

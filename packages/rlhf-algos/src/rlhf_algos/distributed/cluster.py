@@ -108,6 +108,11 @@ class Connection(ABC):
                 _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
         except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
             raise cluster_unreachable(address, error) from error
+        from ray._private import worker
+
+        # Else Ray prints what its daemons say, their state of 20 lines for a dead machine, among our lines,
+        # whatever log_to_driver is; it stays in Ray's logs.
+        worker._worker_logs_enabled = False
 
     def _start_local(self, quiet: dict[str, Any]) -> None:
         """A cluster of this machine, which counts as having as many CPUs as the processes reserve."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,4 +280,9 @@ def _outcome(reference: Any) -> Any:
     except exceptions.RayTaskError as error:  # outside of what a worker catches itself
         return Failure("error", str(error)[-2000:])
     except exceptions.RayError as error:
-        return Lost(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return Lost(in_short(error))
+
+
+def in_short(error: BaseException) -> str:
+    """An error's kind and the first words of its text, as one line."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' …')}"

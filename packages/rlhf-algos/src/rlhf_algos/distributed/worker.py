@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_algos.distributed.ledger import GroupKey
-from rlhf_algos.distributed.pool import Failure
+from rlhf_algos.distributed.pool import Failure, in_short
 from rlhf_algos.distributed.scoring import Scoring
 from rlhf_algos.distributed.weights import Arrays
 from rlhf_data import PromptExample, UserError
@@ -208,7 +208,7 @@ class RolloutWorker:
             digest, (reference,) = ray.get(weights.pull.remote(name, digest), timeout=_PULL)
             arrays: Any = ray.get(reference)
         except (exceptions.RayError, KeyError) as error:
-            return Failure("weights", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return Failure("weights", in_short(error))
         self._weights.pop(name, None)  # a kill in between leaves nothing that is half of each
         load_arrays(self._roles[name], arrays)
         engine = self._engines.get(name)
