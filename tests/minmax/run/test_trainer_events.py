@@ -154,7 +154,7 @@ def test_the_final_players_of_a_run_are_those_of_the_best_checkpoint(
         final = (run.path / "final" / role / "adapter_model.safetensors").read_bytes()
         assert final == (taken / "adapter_model.safetensors").read_bytes()
         assert final != (last / "adapter_model.safetensors").read_bytes()
-    early, taken = told.remarks
+    _, early, taken = told.remarks  # after that of the start
     assert "step 3 of 4" in early and "eval_policy/accuracy" in early and "checkpoint-2" in taken
 
 

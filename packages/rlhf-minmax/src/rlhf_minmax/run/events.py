@@ -36,7 +36,7 @@ class Events:
         """The same step, with its pace and the checkpoint that was written after it."""
 
     def remark(self, text: str) -> None:
-        """A remark on the run: an early stop, the best checkpoint restored."""
+        """A remark on the run: what is measured now, an early stop, the best checkpoint restored."""
 
     def evaluated(self, block: str, metrics: Metrics) -> None:
         """A held-out evaluation: `before`, `plain` or `after`."""

@@ -242,6 +242,8 @@ class MinMaxJob:
         path = self.run.path / _PREFLIGHT
         if not broadcast(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
+            counts = f"{len(probe)} training and {len(stories.held_out)} held-out stories"
+            self.events.remark(f"measuring the start on {counts}")
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
             check = measure_break_even(pipeline, stories.labelled[: len(probe)], seed=seed)
             pipeline = replace(pipeline, w_judge=check.w_judge)
