@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models import load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Draw
 from rlhf_serve.backends.transformers import TransformersBackend
+from rlhf_serve.backends.vllm import vllm_settings
+from rlhf_serve.settings import ModelSettings
 
 PARAMS = SamplingParams(40, seed=1, min_new_tokens=40)
 
@@ -52,3 +55,8 @@ def test_an_event_loop_is_woken_once_a_step_where_somebody_follows(
     assert followed == 40 + 1  # 240 tokens of 6 candidates in 40 steps
     assert told == {i: r.completion_ids for i, r in enumerate(rollouts)} and rollouts == expected
     asyncio.run(backend.close())
+
+
+def test_vllm_has_no_drafts_of_layers() -> None:
+    with raises_error("unsupported_setting", key="draft"):
+        vllm_settings(ModelSettings(draft="layers"))

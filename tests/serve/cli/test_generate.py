@@ -191,6 +191,7 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
         (("--draft", "ngram"), ("--temperature", "0.7")),
         (("--draft", "ngram", "--set", "draft_tokens=2"), ("--temperature", "0", "--n", "1")),
         (("--draft-model", "policy"), ("--temperature", "0", "--n", "1")),
+        (("--draft", "layers", "--set", "draft_layers=1"), ("--temperature", "0", "--n", "1")),
     ],
 )
 def test_guessing_tokens_changes_no_completion(

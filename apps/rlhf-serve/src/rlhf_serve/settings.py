@@ -76,10 +76,13 @@ class ModelSettings(BaseConfig):
     """Of the weights."""
     draft_model: str | None = None
     """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
-    draft: Literal["ngram"] | None = None
-    """Guess the next tokens without a model: `ngram` repeats what followed the last ones before."""
+    draft: Literal["ngram", "layers"] | None = None
+    """Guess the next tokens without another model: `ngram` repeats what followed the last ones before,
+    `layers` takes what the model's first layers draw."""
+    draft_layers: int | None = Field(default=None, ge=1)
+    """First layers that guess for `layers`; null for a quarter of the model's."""
     draft_tokens: int | None = Field(default=None, ge=1)
-    """Tokens guessed at a time; null for 4 of a draft model, and up to 16 of `ngram`."""
+    """Tokens guessed at a time; null for 4 of a draft model or of layers, and up to 16 of `ngram`."""
     device: str | None = None
     """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
@@ -110,6 +113,8 @@ class ModelSettings(BaseConfig):
             raise ValueError("draft_model and draft both guess tokens; give one of them")
         if self.draft_tokens and not (self.draft_model or self.draft):
             raise ValueError("draft_tokens is given, and nothing that guesses; give draft_model or draft too")
+        if self.draft_layers and self.draft != "layers":
+            raise ValueError("draft_layers is given, and no layers guess; give draft layers too")
         return self
 
 

@@ -5,6 +5,7 @@ from rlhf_infer.engines.constraints import Grammars as Grammars
 from rlhf_infer.engines.constraints import check_schema as check_schema
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engines.draft_model import DraftModel as DraftModel
+from rlhf_infer.engines.draft_model import first_layers as first_layers
 from rlhf_infer.engines.drafts import Drafter as Drafter
 from rlhf_infer.engines.drafts import NgramDrafter as NgramDrafter
 from rlhf_infer.engines.drafts import PreviousCompletions as PreviousCompletions

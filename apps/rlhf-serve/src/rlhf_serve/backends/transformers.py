@@ -22,6 +22,7 @@ from rlhf_infer import (
     Rollout,
     SpeculativeDecoder,
     TransformersEngine,
+    first_layers,
 )
 from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
@@ -147,7 +148,10 @@ def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
     """A transformers engine with its model, or a model under an adapter; one that guesses if asked for."""
     lm, tokenizer = _load(settings, model)
     count = {} if settings.draft_tokens is None else {"guesses": settings.draft_tokens}
-    drafter: NgramDrafter | DraftModel | None = NgramDrafter(**count) if settings.draft else None
+    drafter: NgramDrafter | DraftModel | None = NgramDrafter(**count) if settings.draft == "ngram" else None
+    if settings.draft == "layers":
+        layers = settings.draft_layers or max(1, lm.config.get_text_config().num_hidden_layers // 4)
+        drafter = DraftModel(first_layers(lm, layers), tokenizer, **count)
     if settings.draft_model is not None:
         drafter = DraftModel(*_load(settings, settings.draft_model), **count)
         drafter.check_tokenizer(tokenizer)

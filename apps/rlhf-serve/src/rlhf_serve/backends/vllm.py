@@ -56,6 +56,7 @@ class VLLMBackend:
     def start(cls, settings: ModelSettings, model: str) -> VLLMBackend:
         """Start the engine in a separate process; adapters are merged into their model first."""
         require_vllm()
+        further = vllm_settings(settings).engine_arguments()
         set_environment()
         if settings.tensor_parallel_size == 1:
             # On CPUs vLLM would compute in a further process, and wait for it busily on cores that it needs.
@@ -69,7 +70,7 @@ class VLLMBackend:
         arguments["worker_extension_cls"] = "rlhf_infer.vllm.worker.WorkerExtension"
         # They observe every token of every request in the event loop's thread, and are never read.
         arguments["disable_log_stats"] = True
-        arguments |= vllm_settings(settings).engine_arguments()
+        arguments |= further
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
@@ -204,6 +205,13 @@ def _speculation(settings: ModelSettings) -> dict[str, bool | int | float | str]
     if settings.draft_model is not None:
         count = settings.draft_tokens or 4
         return {"method": "draft_model", "model": settings.draft_model, "num_speculative_tokens": count}
+    if settings.draft == "layers":
+        raise UserError(
+            "draft layers is of the transformers backend, and vLLM has no such drafts; give --backend "
+            "transformers, or leave out draft",
+            code="unsupported_setting",
+            key="draft",
+        )
     if settings.draft is not None:
         # vLLM guesses this many whether earlier guesses were right or not, so fewer than our own engine.
         count = settings.draft_tokens or 4

@@ -50,7 +50,9 @@ def _model_options(*, several: bool = True) -> list[Decorator]:
             "--draft-model", metavar="PATH|HUB_ID", help="Small model that guesses tokens ahead, for speed."
         ),
         click.option(
-            "--draft", type=click.Choice(("ngram",)), help="Guess tokens from repetitions, for speed."
+            "--draft",
+            type=click.Choice(("ngram", "layers")),
+            help="Guess tokens from repetitions, or by the model's first layers, for speed.",
         ),
         click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
         click.option(

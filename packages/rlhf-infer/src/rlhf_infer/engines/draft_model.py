@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_data import UserError
 from rlhf_infer.engines.protocol import SamplingParams
@@ -16,7 +17,63 @@ from rlhf_infer.engines.sampler import SampledTokens, Sampler
 from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import PromptCache, RaggedAttention
-from rlhf_models import context_length
+from rlhf_models import context_length, prepare_for_packing
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """The causal LM of a model's first layers, with the model's last norm and output layer.
+
+    It shares the modules, and so follows the weights and takes no memory. As a `DraftModel` it needs no
+    training; its guesses are good where the model was trained to be left early, as in LayerSkip (Elhoushi et
+    al. 2024, arXiv:2404.16710).
+
+    Args:
+        model: a decoder of transformers.
+        count: layers, fewer than the model has.
+
+    Raises:
+        UserError: the model has no more layers, or keeps them in no list.
+    """
+    total = model.config.get_text_config().num_hidden_layers
+    if not 0 < count < total:
+        raise UserError(
+            f"{count} layers are to guess for a model of {total}; give a number from 1 to {total - 1}",
+            code="invalid_value",
+            key="draft_layers",
+        )
+    lists = (
+        name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == total
+    )
+    path = next(lists, None)
+    if path is None:
+        raise UserError(
+            f"{type(model).__name__} keeps its layers in no list, so that the first ones cannot be taken "
+            "apart; leave out draft",
+            code="unsupported_model",
+        )
+    prepare_for_packing(model)  # the layers read the attention's name in the model's own config
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    *parents, last = path.split(".")
+    whole = part = _with_own_children(model, config)
+    for name in parents:
+        child = _with_own_children(part.get_submodule(name), text)
+        part.add_module(name, child)
+        part = child
+    part.add_module(last, nn.ModuleList(list(part.get_submodule(last))[:count]))
+    return whole
+
+
+def _with_own_children(module: Any, config: Any) -> Any:
+    """The same module with a list of children, and a config, of its own."""
+    found = copy.copy(module)
+    found._modules = dict(module._modules)
+    if hasattr(found, "config"):
+        found.config = config
+    return found
 
 
 class DraftModel(TransformersEngine):
