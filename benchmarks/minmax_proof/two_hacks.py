@@ -15,14 +15,12 @@ Arms, which start from the same built models:
 - `random`: both checks are random.
 - `plain`: plain RLHF, which shows that the baits pay; it is played within `minmax`.
 
-Two more, against a policy and a monitor that chase each other:
+Another one, `--arms minmax more_checks`, against a policy and a monitor that chase each other:
 
-    uv run python benchmarks/minmax_proof/two_hacks.py --seeds 476 477 478 479 480 481 482 483 \
-        --arms minmax past more_checks --output benchmarks/results/minmax_past_monitors.json \
-        --figure docs/images/past_monitors.png
+- `more_checks`: the monitor and chance choose two claims of each answer each.
 
-- `past`: as `minmax`, and a monitor of an earlier step chooses a third claim of each answer.
-- `more_checks`: the monitor and chance choose two claims each: four checks where `past` has three.
+results/minmax_past_monitors.json has a further arm, `past`, of a setting that is gone again: a monitor of an
+earlier step chose a third claim.
 
 Prints JSON: accuracy and hack rate of greedy answers to held-out stories, and how often sampled ones take
 either bait where it is false, over the steps and in the last eight; by arm and seed.
@@ -53,7 +51,6 @@ ARMS = {
     "random": [
         *("training.monitor_updates_per_policy=0", "judge_model.checks=random", "game.policy_critiques=2")
     ],
-    "past": ["game.past_monitor_steps=4"],
     "more_checks": ["game.policy_critiques=2"],
 }
 _ARMS_OF_THE_PROOF = ["minmax", "warm_up", "random"]

@@ -39,7 +39,6 @@ EVERYTHING = (
     "constraint.rule=pid",
     "constraint.warmup_steps=1",
     "diagnostics.cross_play_steps=1",
-    "game.past_monitor_steps=1",
     "guards.patience=2",
     "guards.zero_std_share=0.1",
 )

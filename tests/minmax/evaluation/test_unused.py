@@ -38,11 +38,6 @@ def of_run(config: MinMaxConfig) -> list[str]:
         ("training.monitor_steps=9", ["training.max_steps=9"]),
         ("training.eval_steps=10", ["training.max_steps=9"]),
         ("diagnostics.cross_play_steps=10", ["training.max_steps=9"]),
-        ("game.past_monitor_steps=10", ["training.max_steps=9"]),
-        ("game.past_monitor_steps=4", ["game.policy_critiques=0"]),
-        ("game.past_monitor_steps=4", ["training.monitor_updates_per_policy=0"]),
-        ("game.past_monitor_steps=4", ["judge_model={kind: validator, checks: random}"]),
-        ("game.past_monitor_steps=4", ["judge_model={kind: validator, checks: all}"]),
     ],
 )
 def test_what_does_nothing_is_named_with_the_setting_that_says_so(given: str, used_with: list[str]) -> None:
@@ -62,8 +57,6 @@ def test_what_does_nothing_is_named_with_the_setting_that_says_so(given: str, us
         ["game.break_even_factor=3"],
         ["game.policy_critiques=4", "judge_model={kind: validator, checks: random}"],
         ["training.monitor_steps=8", "diagnostics.cross_play_steps=9", "training.max_steps=9"],
-        ["game.past_monitor_steps=9", "training.max_steps=9"],
-        ["game.past_monitor_steps=4", "judge_model={kind: validator, checks: mixed}"],
     ],
 )
 def test_what_does_something_is_not(given: list[str]) -> None:

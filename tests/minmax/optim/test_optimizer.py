@@ -296,44 +296,6 @@ def test_the_policy_is_paid_by_the_updated_monitor(make_game, monkeypatch):
     assert metrics["policy/reward_to_judge_spread"] == pytest.approx(float(spreads[0] / spreads[1]))
 
 
-def test_half_of_the_critiques_that_pay_the_policy_are_a_past_monitors(make_game, monkeypatch):
-    pipeline, stories = make_game("game.past_monitor_steps=2", "game.policy_critiques=2")
-    batch, monitor = stories.train[:4], pipeline.players.monitor
-    output = pipeline.forward_pass(batch, seed=0)
-    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config, total_steps=4)
-    paid = []
-    monkeypatch.setattr(optimizer, "policy_step", lambda answers, rewards: paid.append(rewards) or {})
-    shifts = iter([0.0, 0.0, 0.2])  # only the last update changes what the monitor writes
-    monkeypatch.setattr(optimizer, "monitor_step", lambda *_, **__: shift(monitor, next(shifts)))
-
-    def by_monitor(seed):
-        critiques = pipeline.criticise(batch, output.answers, 2, seed=seed)
-        return pipeline.judge_scores(batch, output.answers, critiques).view(-1, 2).mean(1)
-
-    for step in range(2):
-        optimizer.begin_step(step)
-        optimizer.step(output, seed=step)
-    assert [member.step for member in optimizer.past_monitors.members] == [2]
-    assert same(list(optimizer.past_monitors.members[0].parameters), monitor)
-    past = by_monitor(2 + 2 + 5)  # the seed of the policy's turn, and of a past monitor's critiques
-    optimizer.begin_step(2)
-    optimizer.step(output, seed=2)
-    now = snapshot(monitor)
-    present = by_monitor(2 + 2)
-    assert not torch.equal(past, present)
-    torch.testing.assert_close(paid[2], output.rewards + pipeline.w_judge * (past + present) / 2)
-    assert same(now, monitor), "the monitor has its own parameters again"
-    assert len(optimizer.past_monitors.members) == 1
-
-
-def shift(player, size):
-    """An update by chance."""
-    torch.manual_seed(0)
-    for parameter in player.parameters():
-        parameter.data += size * torch.randn_like(parameter)
-    return {"num_tokens": 0}
-
-
 def test_the_warm_up_leaves_the_policy_alone(make_game):
     pipeline, stories = make_game()
     output, before = pipeline.forward_pass(stories.train[:4], seed=0), snapshot(pipeline.players.policy)

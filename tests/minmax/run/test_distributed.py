@@ -26,7 +26,7 @@ MIXED = ("monitor_model.use_lora=false",)
 FEW = ("data.label_share=0.1", "training.batch_size=3")
 """Some steps have a story with a label, others none."""
 CUT = "training.max_tokens_per_batch=120"
-REMEMBERED = (*CRITIC, "diagnostics.cross_play_steps=1", "game.past_monitor_steps=1")
+REMEMBERED = (*CRITIC, "diagnostics.cross_play_steps=1")
 """A critic and past players, which checkpoints have to hold."""
 NOT_ALIKE = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb", "num_tokens")
 """Where a prompt's samples are parted between processes, each computes the prompt."""

@@ -100,15 +100,6 @@ def test_memory_of_copies(overrides: tuple[str, ...], copies: int) -> None:
     assert memory(make(*overrides, *full), model)["update"].get("copies", 0) == 4 * parameters * copies
 
 
-def test_memory_of_past_monitors() -> None:
-    """Five that are kept, and the present one while another plays in its place."""
-    model, size = tiny_model("llama"), 4 * trained(tiny_model("llama"))
-    plain, past = (
-        memory(make(*more), model)["update"]["copies"] for more in ((), ("game.past_monitor_steps=5",))
-    )
-    assert past == plain + (5 + 1) * size
-
-
 def test_memory_of_best_response_probes() -> None:
     """Gradient and moments of the larger player once more, 12 bytes a parameter, and a copy of it."""
     for full, model in ((), tiny_model("llama")), (("monitor_model.use_lora=false",), tiny_model("llama")):

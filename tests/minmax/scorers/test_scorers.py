@@ -156,9 +156,6 @@ def test_requests_and_cost_of_a_dry_run() -> None:
     assert rows["judge requests"] == "about 62 per step, 802 in all"
     sizes = (*sizes, "diagnostics.exploitability_stories=0")
     assert dict(plan_run(make(*API, *sizes))["rows"])["judge requests"].endswith("418 in all")
-    # A past monitor writes as many fresh critiques as the present one, 32 in each of the policy's two steps.
-    row = dict(plan_run(make(*API, *sizes, "game.past_monitor_steps=1"))["rows"])["judge requests"]
-    assert row == f"about {62 + 32} per step, {418 + 2 * 32} in all"
     # With an evaluation at steps 2 and 4: 2 x 24 more; without the baseline one evaluation, 24, less.
     evaluated = ("training.eval_steps=2", "baseline=false")
     assert dict(plan_run(make(*API, *sizes, *evaluated))["rows"])["judge requests"].endswith("442 in all")

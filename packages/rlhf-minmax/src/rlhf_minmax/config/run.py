@@ -124,9 +124,6 @@ class GameConfig(BaseConfig):
     """Critiques per criticised answer (K) when the monitor learns."""
     policy_critiques: int = Field(default=2, ge=0)
     """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
-    past_monitor_steps: int | None = Field(default=None, ge=1)
-    """Keep the monitor every N steps, at most five; half of the critiques that pay the policy are then of one
-    of them, drawn anew for each step, as many again; null: all are the present one's."""
     tampered_fraction: float = Field(default=0.5, ge=0, le=1)
     """Made-up answers, right and wrong, that the monitor also criticises, per story."""
     answer_template: str = ANSWER_TEMPLATE

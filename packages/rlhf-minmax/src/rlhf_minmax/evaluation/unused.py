@@ -42,34 +42,21 @@ def _unused(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if config.game.w_judge is not None:
         why = f"game.w_judge is {config.game.w_judge:g}, and is not derived from the break-even weight"
         yield "game", ("break_even_factor", "break_even_share"), why
-    yield from _of_the_checks(config)
+    if config.judge_model.checks == "all":
+        yield "game", ("policy_critiques",), "judge_model.checks is all, and all evidence is checked"
     if config.data.train_data is not None:
         yield "data", ("world",), "the stories come from data.train_data"
 
 
 def _too_late(config: MinMaxConfig, steps: int) -> Iterator[tuple[str, tuple[str, ...], str]]:
     why = f"the run has {steps} steps"
-    counted = ("training", "eval_steps"), ("diagnostics", "cross_play_steps"), ("game", "past_monitor_steps")
-    for section, name in counted:
+    for section, name in (("training", "eval_steps"), ("diagnostics", "cross_play_steps")):
         every = getattr(getattr(config, section), name)
         if every is not None and every > steps:
             yield section, (name,), why
     stands = config.training.monitor_steps
     if stands is not None and stands >= steps and config.training.monitor_updates_per_policy:
         yield "training", ("monitor_steps",), why
-
-
-def _of_the_checks(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    checks = config.judge_model.checks
-    if checks == "all":
-        yield "game", ("policy_critiques",), "judge_model.checks is all, and all evidence is checked"
-    if checks in ("all", "random"):
-        why = f"judge_model.checks is {checks}, and no monitor pays the policy"
-        yield "game", ("past_monitor_steps",), why
-    elif config.game.policy_critiques == 0:
-        yield "game", ("past_monitor_steps",), "game.policy_critiques is 0, and no monitor pays the policy"
-    elif config.training.monitor_updates_per_policy == 0:
-        yield "game", ("past_monitor_steps",), _NOT_TRAINED
 
 
 def _of_the_players(config: MinMaxConfig) -> Iterator[tuple[str, tuple[str, ...], str]]:

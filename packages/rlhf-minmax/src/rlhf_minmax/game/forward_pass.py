@@ -19,7 +19,6 @@ from rlhf_minmax.game.prompts import Prompts, prompt_ids, verdict_probability
 from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.game.stopwatch import Stopwatch
 from rlhf_minmax.game.validator import Validator
-from rlhf_minmax.players.past_players import Member, playing
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_minmax.players.workers import GameWorkers
@@ -291,14 +290,9 @@ class MinMaxPipeline:
             return self.judge_scale(self.judge.score([r.question for r in records], texts, critiques))
 
     def policy_judge_scores(
-        self,
-        batch: Sequence[QARecord],
-        answers: Sequence[Answer],
-        *,
-        seed: int,
-        past: Member | None = None,
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
     ) -> Tensor:
-        """(A,) what the judge pays the policy: the mean over fresh critiques, half of them of a past one."""
+        """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any."""
         count, by_others = self.config.game.policy_critiques, None
         if isinstance(self.judge, Validator) and self.judge.chooser != "monitor":
             asked = [(batch[answer.story], answer.claim) for answer in answers]
@@ -307,19 +301,9 @@ class MinMaxPipeline:
                 return by_others
         if count == 0:
             return self.bare_judge_scores(batch, answers)
-        by_monitor = self._judged_with_critiques(batch, answers, count, seed)
-        if past is not None:
-            with playing(self.players.monitor, past):  # other draws than the present monitor's
-                by_past = self._judged_with_critiques(batch, answers, count, seed + _SEEDS_PER_PASS // 2)
-            by_monitor = (by_monitor + by_past) / 2
-        return by_monitor if by_others is None else (by_monitor + by_others) / 2
-
-    def _judged_with_critiques(
-        self, batch: Sequence[QARecord], answers: Sequence[Answer], count: int, seed: int
-    ) -> Tensor:
-        """(A,) mean standardised judge score over `count` critiques of each answer."""
         critiques = self.criticise(batch, answers, count, seed=seed)
-        return self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+        by_monitor = self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+        return by_monitor if by_others is None else (by_monitor + by_others) / 2
 
     def bare_judge_scores(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
         """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""

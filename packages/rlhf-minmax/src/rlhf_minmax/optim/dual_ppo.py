@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,8 @@ from rlhf_minmax.dual_ascent import DualState
 from rlhf_minmax.game.forward_pass import Answer, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.game.rates import spread_ratio, verdict_errors
 from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
-from rlhf_minmax.players.past_players import PastPlayers
 
 Metrics = dict[str, float | None]
-_PAST_MONITORS = "past_monitors"
-"""Folder of a checkpoint with the monitors that `game.past_monitor_steps` keeps."""
 
 
 class DualPPOOptimizer:
@@ -32,8 +28,8 @@ class DualPPOOptimizer:
     The monitor's reward for critique j of answer i is -a · w_judge · J_ij - λ · v_ij - penalty, where a is
     `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and
     cancels in the baseline, the mean over the answer's K critiques. The policy's reward is w_reward · R_i +
-    w_judge · mean_k J_ik - penalty with fresh critiques of the updated monitor, half of them a past one's by
-    `game.past_monitor_steps`; its baseline is the mean over the story's N answers.
+    w_judge · mean_k J_ik - penalty with fresh critiques of the updated monitor; its baseline is the mean over
+    the story's N answers.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.
@@ -55,8 +51,6 @@ class DualPPOOptimizer:
         self.policy = self._player("policy", max(1, total_steps - self._policy_starts))
         self.monitor: PlayerOptimizer | None = None
         self._monitor_updates = config.training.monitor_updates_per_policy
-        self.past_monitors = PastPlayers()
-        self._step = 0
         self.guard: MonitorGuard | None = None
         self.policy_guard: PolicyGuard | None = None
         dual = config.constraint.dual_settings()
@@ -113,16 +107,11 @@ class DualPPOOptimizer:
             metrics |= self._guarded(self.guard, output, metrics)
         if policy_learns:
             metrics |= self._policy_turn(output, seed)
-        every = self.config.game.past_monitor_steps
-        if every is not None and self.monitor is not None and (self._step + 1) % every == 0:
-            self.past_monitors.add(self._step + 1, self.monitor.player)
         return metrics
 
     def _policy_turn(self, output: MinMaxOutput, seed: int) -> Metrics:
         """The policy's updates on reward and judge, and its guard; critiques are fresh ones."""
-        members, seed = self.past_monitors.members, seed + 2
-        past = random.Random(seed).choice(members) if members else None
-        judged = self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed, past=past)
+        judged = self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed + 2)
         parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
         stories = torch.tensor([answer.story for answer in output.answers])
         spread = spread_ratio(*parts, stories)
@@ -138,7 +127,7 @@ class DualPPOOptimizer:
 
         The policy's schedule begins where it begins to learn.
         """
-        training, self._step = self.config.training, step
+        training = self.config.training
         stands = training.monitor_steps is not None and step >= training.monitor_steps
         self._monitor_updates = 0 if stands else training.monitor_updates_per_policy
         for player in self.players().values():
@@ -249,8 +238,6 @@ class DualPPOOptimizer:
         if self.monitor is not None and self.guard is not None:
             self.monitor.save(folder, "monitor")
             self.guard.save(folder / "good_monitor")
-            if self.past_monitors.members:
-                self.past_monitors.save(folder / _PAST_MONITORS, self.monitor.player)
         if self.policy_guard is not None:
             self.policy_guard.save(folder / "good_policy")
         return {
@@ -265,8 +252,6 @@ class DualPPOOptimizer:
         if self.monitor is not None and self.guard is not None:
             self.monitor.load(folder, "monitor")
             self.guard.load(state["guard"], folder / "good_monitor")
-            if (folder / _PAST_MONITORS).is_dir():
-                self.past_monitors.load(folder / _PAST_MONITORS, self.monitor.player)
         if self.policy_guard is not None and state.get("policy_guard"):  # older checkpoints have none
             self.policy_guard.load(state["policy_guard"], folder / "good_policy")
         self._truth.load(state["dual"])

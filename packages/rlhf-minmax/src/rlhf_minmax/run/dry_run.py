@@ -189,8 +189,7 @@ def _num_critiques(config: MinMaxConfig, stories: Stories) -> tuple[int, int]:
     """Critiques per step that train the monitor, and fresh ones in the policy's reward."""
     game, size = config.game, _step_size(config, stories)
     judged = (size + _num_tampered(config, stories)) * game.num_critiques
-    monitors = 1 if game.past_monitor_steps is None else 2
-    return judged, size * game.num_generations * game.policy_critiques * monitors
+    return judged, size * game.num_generations * game.policy_critiques
 
 
 def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:

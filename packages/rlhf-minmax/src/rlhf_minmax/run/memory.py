@@ -90,8 +90,7 @@ def estimate_memory(
       per model. Scorers that are adapters on a player's backbone take 4 bytes a parameter.
     - Gradients: of one player at a time, but under DeepSpeed, which has a place for each.
     - Copies in fp32, on the CPU, of a player's P trained parameters: 3 P for `guards.rollback`, 5 P for
-      `diagnostics.cross_play_steps`, 5 P of the monitor's for `game.past_monitor_steps`, and 1 P where it is
-      while a past one plays. Of sharded players each process has its part.
+      `diagnostics.cross_play_steps`. Of sharded players each process has its part.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`. Keys and values of a
       generation: tokens held at a time x layers x 2 x key-value width.
     - Best-response probes: the larger player's gradients and moments again, and a copy of it on the CPU; with
@@ -200,7 +199,7 @@ class _Planned:
         return dict.fromkeys(names, count)
 
     def _remembered(self, held: dict[torch.device, Held], counts: Mapping[str, int]) -> None:
-        """Add critics, what guards, past monitors and cross-play keep, and best-response probes."""
+        """Add critics, what guards and cross-play keep, and best-response probes."""
         config, cpu = self.config, held.setdefault(CPU, Held())
         for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
             on = held[self.place("policy" if share_backbone(config) else role)]
@@ -210,9 +209,6 @@ class _Planned:
             cpu.copies += _GUARDED * (counts["policy"] + counts["monitor"])
         if config.diagnostics.cross_play_steps:
             cpu.copies += MOST * (counts["policy"] + counts["monitor"])
-        if config.game.past_monitor_steps:
-            cpu.copies += MOST * counts["monitor"]
-            held[self.place("monitor")].copies += counts["monitor"]
         if config.diagnostics.best_response_updates:
             role = max(("policy", "monitor"), key=lambda role: counts[role])
             held[self.place(role)].probed = counts[role]
