@@ -140,8 +140,8 @@ def test_a_stage_that_begins_again_has_a_pace_of_its_own(clock: list[float]) -> 
                 events.demo_step("base", step, total, {"loss": 0.5})
                 clock[0] += seconds
     slow, fast = (line for line in output.getvalue().splitlines() if line.startswith("building base: 10/20"))
-    assert "9.0 s a step, 0:01:30 left" in slow  # 90 s after the first of ten steps
-    assert "0.9 s a step, 0:00:09 left" in fast
+    assert "10 s a step, 0:01:40 left" in slow and "1.0 s a step, 0:00:10 left" in fast
+    assert "building base: 1/20" not in output.getvalue(), "after one step nothing is known of the pace"
 
 
 def test_missing_values_are_left_out(clock: list[float]) -> None:

@@ -57,11 +57,8 @@ def texts_of(tree: SearchTree) -> list[str]:
     return [read(tree.completion_ids(node.id)) for node in tree.nodes[1:]]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_one_trial_at_a_time_goes_where_treequest_goes(seed: int) -> None:
-    """The same completions in the same order as its own loop, which also generates nothing after an end."""
-    algorithm = treequest.StandardMCTS(samples_per_action=2)
-    tree, _ = by_us(algorithm, 1, seed, draws=20)
+def by_treequest(algorithm: treequest.Algorithm, seed: int, count: int) -> list[str]:
+    """The first distinct completions of its own loop, which also generates nothing after an end."""
     steps, scores = world(seed)
     taken: dict[str, int] = {}
     found: list[str] = []
@@ -76,9 +73,18 @@ def test_one_trial_at_a_time_goes_where_treequest_goes(seed: int) -> None:
         return text, scores[text.rstrip("\0")]
 
     state = algorithm.init_tree()
-    while len(found) < len(tree.nodes) - 1:
+    while len(set(found)) < count:
         state = algorithm.step(state, {"step": generate})
-    assert texts_of(tree) == list(dict.fromkeys(found))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["mcts", "thoughts"])
+def test_one_trial_at_a_time_goes_where_treequest_goes(kind: str, seed: int) -> None:
+    mcts = treequest.StandardMCTS(samples_per_action=2)
+    algorithm = mcts if kind == "mcts" else treequest.TreeOfThoughtsBFSAlgo(breadth_limit=2, size_limit=3)
+    tree, _ = by_us(algorithm, 1, seed, draws=20)
+    assert texts_of(tree) == by_treequest(algorithm, seed, len(tree.nodes) - 1)
 
 
 def test_a_wave_is_drawn_in_one_call() -> None:
@@ -108,6 +114,36 @@ def test_the_seed_gives_the_tree_and_numpy_is_left_alone() -> None:
     [part] = short.run([">"], strategy=make)
     [resumed] = search.run([">"], strategy=make, resume=[part.tree])
     assert list(resumed.tree.lines()) == list(other.tree.lines())
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_queue_has_no_place_for_is_not_drawn(
+    seed: int, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TreeQuest gives more trials than its queue takes results of, and breaks on those of the others."""
+    tree, _ = by_us(treequest.TreeOfThoughtsBFSAlgo(breadth_limit=2, size_limit=3), width, seed, draws=20)
+    assert tree.finished and not caplog.records
+
+
+def test_a_strategy_that_draws_nothing_is_refused() -> None:
+    class Nothing:
+        def choose(self, tree: SearchTree) -> list[Any]:
+            return []
+
+        def take(self, tree: SearchTree, drawn: Any) -> None:
+            raise AssertionError("nothing was drawn")
+
+    steps, scores = world(0)
+    search = TreeSearch(Script(steps), Table(scores), Letters(), SearchSettings(), SamplingParams(6))
+    with raises_error("nothing_drawn"):
+        search.run([">"], strategy=Nothing)
+
+
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_wave_of_no_trials_is_refused(width: int) -> None:
+    with pytest.raises(ValueError, match="width"):
+        TreeQuestStrategy(treequest.ABMCTSA(), width=width)
 
 
 def test_a_score_outside_0_to_1_is_refused() -> None:

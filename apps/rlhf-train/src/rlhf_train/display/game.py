@@ -183,7 +183,7 @@ class ConsoleEvents(Events):
     def _current(self, title: str, step: int) -> _Stage:
         """The stage of this title, begun now where it is new, or where its steps begin anew."""
         if self._stage is None or self._stage.title != title or step < self._stage.step:
-            self._stage = _Stage(title)
+            self._stage = _Stage(title, step)  # its clock starts after this step
         self._stage.step = step
         return self._stage
 
@@ -195,7 +195,7 @@ class ConsoleEvents(Events):
             self.console.print(line.append(f"  {_joined(shown)}", "dim"))
         elif self.console.is_terminal:
             self._live.update(stage.renderable(step, total, shown))
-        elif step % max(1, total // _PLAIN_LINES) == 0:
+        elif step % max(1, total // _PLAIN_LINES) == 0 and step > stage.start:
             self.console.print(f"{title}: {step}/{total}  {stage.pace(step, total)}  {_joined(shown)}")
 
 

@@ -49,16 +49,19 @@ class TreeQuestStrategy:
 
     Args:
         algorithm: keeps no state itself, so that prompts may share it.
-        width: trials of a wave. `StandardMCTS` takes `samples_per_action` results of a node and leaves out
-            more, so it is given that many.
+        width: trials of a wave, 1 or more; fewer where the algorithm queues fewer, such as the
+            `samples_per_action` of `StandardMCTS`, and would leave out the results of more.
         seed: of what the algorithm draws.
         bounded: whether scores are in [0, 1], as the algorithms expect; others s are told as 1 / (1 + e⁻ˢ).
 
     Raises:
-        UserError: on a score outside [0, 1] that is not bounded after all.
+        ValueError: `width` is below 1.
+        UserError: in a search, on a score outside [0, 1] that is not bounded after all.
     """
 
     def __init__(self, algorithm: AskTell, *, width: int = 8, seed: int = 0, bounded: bool = True) -> None:
+        if width < 1:
+            raise ValueError(f"width is {width}; a wave needs a trial or more")
         self.algorithm, self.width, self.seed, self.bounded = algorithm, width, seed, bounded
         self.state = algorithm.init_tree()
         self._waves = 0
@@ -75,12 +78,15 @@ class TreeQuestStrategy:
                 if not missing:
                     break
                 self.state, trials = self.algorithm.ask_batch(self.state, missing, [_ACTION])
-                for trial in trials:
+                queued = _queued(self.state)
+                for trial in trials[:queued]:
                     node = ROOT if trial.parent_state is None else int(trial.parent_state)
                     if tree.nodes[node].is_open:
                         self._asked.setdefault(node, []).append(trial.trial_id)
                     else:
                         self._tell(tree, trial.trial_id, node)
+                if queued is not None and self._asked:  # more would be trials of the same nodes
+                    break
         return [Expansion(node, len(trials)) for node, trials in self._asked.items()]
 
     def take(self, tree: SearchTree, drawn: Sequence[tuple[Expansion, Sequence[int]]]) -> None:
@@ -126,6 +132,12 @@ def _treequest() -> Any:
             code="missing_package",
             package="treequest",
         ) from error
+
+
+def _queued(state: Any) -> int | None:
+    """Results that an algorithm which queues its nodes takes now, whatever trials it gives; None: any number."""
+    queue = getattr(getattr(state, "trial_store", None), "next_nodes", None)
+    return None if queue is None else sum(map(len, queue.values()))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rlhf_data import Text
+from rlhf_data import Text, UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_infer.rewards.requirements import check_column_lengths
@@ -152,6 +152,11 @@ class SearchWaves:
             self.cost = self.cost.plus(waves=1)
             if on_wave is not None:
                 on_wave(self.trees)
+        if any(len(search.tree.nodes) == 1 for search in searches):
+            raise UserError(
+                "the strategy of a search drew nothing at all; it must choose the root at first",
+                code="nothing_drawn",
+            )
         return [SearchResult(*self._selected(search)) for search in searches]
 
     def _start(
