@@ -37,7 +37,7 @@ def first_layers(model: Any, count: int) -> Any:
     total = model.config.get_text_config().num_hidden_layers
     if not 0 < count < total:
         raise UserError(
-            f"the first {count} layers are to guess for a model of {total}; give fewer than it has, at least 1",
+            f"the first {count} layers are to guess for a model of {total}; give fewer, at least 1",
             code="invalid_value",
             key="draft_layers",
         )

@@ -135,7 +135,7 @@ def _treequest() -> Any:
 
 
 def _queued(state: Any) -> int | None:
-    """Results that an algorithm which queues its nodes takes now, whatever trials it gives; None: any number."""
+    """Results that an algorithm which queues its nodes takes now; None: as many as it is given."""
     queue = getattr(getattr(state, "trial_store", None), "next_nodes", None)
     return None if queue is None else sum(map(len, queue.values()))
 
