@@ -18,6 +18,11 @@ def test_one_process_is_never_refused(tmp_path: Path) -> None:
     check_same_on_all(tmp_path / "none")
 
 
+def _many(at: int, content: bytes) -> dict[str, bytes]:
+    """Seventy files of a byte, but for one."""
+    return dict.fromkeys(map(str, range(70)), b"0") | {str(at): content}
+
+
 @pytest.mark.slow
 def test_what_two_processes_see(run_processes: Any, tmp_path: Path) -> None:
     cases: dict[str, list[dict[str, bytes] | None]] = {
@@ -29,6 +34,8 @@ def test_what_two_processes_see(run_processes: Any, tmp_path: Path) -> None:
         "longer": [{"model": LONG}, {"model": LONG + b"0"}],
         "other name": [{"model": LONG}, {"modal": LONG}],
         "one more": [{"model": LONG}, {"model": LONG, "config": b""}],
+        "last of many": [dict.fromkeys(map(str, range(70)), b"0"), _many(9, b"00")],
+        "first of many": [dict.fromkeys(map(str, range(70)), b"0"), _many(0, b"1")],
     }
     for name, folders in cases.items():
         (tmp_path / name).mkdir()

@@ -11,13 +11,15 @@ from rlhf_algos.process_group import all_gather, world_size
 from rlhf_data import UserError
 
 _READ = 1 << 20
+_MOST = 64
 
 
 def check_same_on_all(*paths: str | Path) -> None:
     """Refuse files and folders that are others on another machine; every process must call it.
 
-    Of each file, and of those in a folder, the name, the size, and the first and last mebibyte are compared.
-    What no process sees is left to who reads it, as is a name on the hub.
+    Of a file, and of those in a folder, the name, the size, and the first and last mebibyte are compared; of
+    a folder's files after the first 64, of which rows may have thousands, name and size. What no process sees
+    is left to who reads it, as is a name on the hub.
 
     Raises:
         UserError: processes see different ones, or some see none.
@@ -39,7 +41,9 @@ def check_same_on_all(*paths: str | Path) -> None:
 
 def _seen(path: Path) -> list[tuple[str, int, int, int]] | None:
     if path.is_dir():
-        return [_ends(file) for file in sorted(path.iterdir()) if file.is_file()]
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        sizes = [(file.name, file.stat().st_size, 0, 0) for file in files[_MOST:]]
+        return [*map(_ends, files[:_MOST]), *sizes]
     return [_ends(path)] if path.is_file() else None
 
 
