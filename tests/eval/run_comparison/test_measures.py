@@ -67,6 +67,7 @@ def test_oscillation() -> None:
     assert oscillation([0, 3, 2, 4]) == pytest.approx(1.5)
     assert oscillation([4, 2, 1]) == oscillation([0, 1, 5]) == 1
     assert math.isnan(oscillation([1, 2, 1])) and math.isnan(oscillation([]))
+    assert oscillation([1e-309, 1, 0]) == math.inf  # too far for a float, and no warning
 
 
 @settings(deadline=None)

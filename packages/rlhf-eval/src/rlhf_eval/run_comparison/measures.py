@@ -58,8 +58,8 @@ def oscillation(smoothed: ArrayLike) -> float:
     1 for a curve that only rises, or only falls; NaN for one that ends where it began.
     """
     found = np.asarray(smoothed, dtype=float)
-    ahead = abs(found[-1] - found[0]) if len(found) else 0.0
-    return float(np.abs(np.diff(found)).sum() / ahead) if ahead > 0 else math.nan
+    ahead = float(abs(found[-1] - found[0])) if len(found) else 0.0
+    return float(np.abs(np.diff(found)).sum()) / ahead if ahead > 0 else math.nan
 
 
 def final_mean(values: ArrayLike) -> float:
