@@ -51,7 +51,8 @@ def test_what_two_processes_see(run_processes: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", ["rlhf_algos:TrainingJob", "rlhf_train.trl.backend:TRLJob"])
+def test_jobs_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Path, job: str) -> None:
     """Each process has its own home; data, model, reward and value model are looked for there."""
     for home in ("0", "1"):
         (tmp_path / home / "model").mkdir(parents=True)
@@ -70,6 +71,6 @@ def test_jobs_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Path
         ("value model", "ppo", online | {"reward": ["length"], "value_model_path": "~/model"}, "model"),
     ]
     asked = json.dumps([case[:3] for case in cases])
-    output = run_processes([WORKER.with_name("same_inputs_worker.py"), tmp_path, asked], processes=2)
+    output = run_processes([WORKER.with_name("same_inputs_worker.py"), tmp_path, asked, job], processes=2)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
     assert found == [[name, *2 * [f"not_the_same_files {path}"]] for name, *_, path in cases]

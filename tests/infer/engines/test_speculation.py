@@ -23,7 +23,6 @@ from rlhf_infer import (
     SamplingParams,
     SpeculativeDecoder,
     TransformersEngine,
-    first_layers,
 )
 from rlhf_infer.engines.sampler import race
 from rlhf_infer.engines.speculation import Payoff
@@ -312,33 +311,6 @@ def test_a_sliding_window_is_decoded_plainly(lively_model: Any) -> None:
     engine, params = TransformersEngine(model, LetterTokenizer()), SamplingParams(16, seed=2)
     decoder = SpeculativeDecoder(model, LetterTokenizer(), half_right(engine, 2, params))
     assert_same(decoder.generate(PROMPTS, 2, params), engine.generate(PROMPTS, 2, params))
-
-
-@pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
-def test_the_first_layers_are_a_model_of_that_many(architecture: str, lively_model: Any) -> None:
-    """One that is made with one layer only, and gets the weights that it has a place for."""
-    model = lively_model(architecture)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers, config.layer_types = 1, (getattr(config, "layer_types", None) or [])[:1] or None
-    alone = type(model)(config)
-    alone.load_state_dict(model.state_dict(), strict=False)
-    part, params = first_layers(model, 1), SamplingParams(12, seed=2)
-    found = TransformersEngine(part.eval(), LetterTokenizer()).generate(PROMPTS, 2, params)
-    assert_same(found, TransformersEngine(alone.eval(), LetterTokenizer()).generate(PROMPTS, 2, params))
-    whole = TransformersEngine(model, LetterTokenizer())
-    coupled = whole.generate(PROMPTS, 1, SamplingParams(12, seed=2, coupled=True))
-    drafter = _Always(DraftModel(part, LetterTokenizer(), guesses=3))
-    drafter.couples = True
-    assert_same(SpeculativeDecoder(model, LetterTokenizer(), drafter).generate(PROMPTS, 1, params), coupled)
-    assert model.config.get_text_config().num_hidden_layers == 2
-    mine = {each.data_ptr() for each in part.parameters()}
-    assert mine < {each.data_ptr() for each in model.parameters()}, "no weight is copied"
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_all_layers_or_none_are_no_draft(count: int, lively_model: Any) -> None:
-    with raises_error("invalid_value", key="draft_layers"):
-        first_layers(lively_model(), count)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(lively_model: Any) -> None:

@@ -118,10 +118,8 @@ def test_the_seed_gives_the_tree_and_numpy_is_left_alone() -> None:
 
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_queue_has_no_place_for_is_not_drawn(
-    seed: int, width: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """TreeQuest gives more trials than its queue takes results of, and breaks on those of the others."""
+def test_no_trials_beyond_the_queue_are_run(seed: int, width: int, caplog: pytest.LogCaptureFixture) -> None:
+    """TreeQuest hands out more trials than its queue accepts results, and raises on the surplus results."""
     tree, _ = by_us(treequest.TreeOfThoughtsBFSAlgo(breadth_limit=2, size_limit=3), width, seed, draws=20)
     assert tree.finished and not caplog.records
 
@@ -155,9 +153,9 @@ def test_a_score_outside_0_to_1_is_refused() -> None:
         search.run([">"], strategy=lambda: TreeQuestStrategy(treequest.ABMCTSA(), width=2))
 
 
-def test_scores_without_bounds_are_told_as_probabilities() -> None:
-    """ln 3 is told as .75, and -1,000 as 0."""
-    told = []
+def test_unbounded_scores_go_through_a_sigmoid() -> None:
+    """sigmoid(ln 3) = 3 / (3 + 1) = .75, and sigmoid(-1000) = 0."""
+    scores = []
 
     class One:
         def init_tree(self) -> None:
@@ -167,7 +165,7 @@ def test_scores_without_bounds_are_told_as_probabilities() -> None:
             return None, [SimpleNamespace(trial_id=str(i), parent_state=None) for i in range(batch_size)]
 
         def tell(self, state: None, trial_id: str, result: tuple[Any, float]) -> None:
-            told.append(result[1])
+            scores.append(result[1])
 
     table = Table({"a\n": math.log(3), "b\n": -1000.0})
     table.bounded = False
@@ -176,7 +174,7 @@ def test_scores_without_bounds_are_told_as_probabilities() -> None:
         Script({">": ["a\n", "b\n"]}), table, Letters(), settings, SamplingParams(2 * _LENGTH)
     )
     search.run([">"], strategy=lambda: TreeQuestStrategy(One(), width=2, bounded=False))
-    assert told == pytest.approx([0.75, 0.0])
+    assert scores == pytest.approx([0.75, 0.0])
 
 
 def test_ab_mcts_is_refused_where_treequest_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

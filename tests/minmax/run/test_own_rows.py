@@ -202,8 +202,9 @@ def test_a_base_that_cannot_read_is_refused_unless_forced(rows: Rows, tmp_path: 
     stages: list[str] = []
     with pytest.raises(UserError, match=r"demo\.min_verdict_accuracy 0\.98.*--force"):
         build(config, tmp_path, progress=lambda stage, *_: stages.append(stage))
-    assert all(stage.startswith("base: correct answers") for stage in stages)
-    assert len(set(stages)) > 1, "a further pass, or one from other weights, is named so"
+    name = "base: correct answers and critiques"
+    assert all(stage.startswith(name) for stage in stages)  # nothing is made from such a base
+    assert len(set(stages)) > 1, "further passes and fresh starts have names of their own"
     demo = build(config, tmp_path, force=True)
     (missed,) = missed_gates(demo, config.demo)
     assert "true verdict" in missed

@@ -18,6 +18,8 @@ def test_games_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Pat
         (tmp_path / home / "model").mkdir(parents=True)
         for name in ("model/config.json", "rows.jsonl", "rules.py"):
             (tmp_path / home / name).write_text(home)
+    common = tmp_path / "rows.jsonl"
+    common.write_text("the same for both")
     cases = [
         (["policy_model.model_name=~/model"], "model"),
         (["monitor_model.model_name=~/model"], "model"),
@@ -25,7 +27,7 @@ def test_games_whose_inputs_differ_are_refused(run_processes: Any, tmp_path: Pat
         (["judge_model.model_name=~/model"], "model"),
         (["held_out.reward_model.model_name=~/model"], "model"),
         (["data.train_data=~/rows.jsonl"], "rows.jsonl"),
-        (["data.train_data=~/rows.jsonl", "data.rules=~/rules.py:Rules"], "rows.jsonl"),
+        ([f"data.train_data={common}", "data.rules=~/rules.py:Rules"], "rules.py"),
     ]
     asked = json.dumps([(" ".join(settings), settings) for settings, _ in cases])
     output = run_processes([WORKER, tmp_path, asked], processes=2)

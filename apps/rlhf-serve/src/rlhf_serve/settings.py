@@ -78,9 +78,9 @@ class ModelSettings(BaseConfig):
     """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
     draft: Literal["ngram", "layers"] | None = None
     """Guess the next tokens without another model: `ngram` repeats what followed the last ones before,
-    `layers` takes what the model's first layers draw."""
+    `layers` uses the model's first layers."""
     draft_layers: int | None = Field(default=None, ge=1)
-    """First layers that guess for `layers`; null for a quarter of the model's."""
+    """Number of first layers that `layers` uses; null for a quarter of the model's."""
     draft_tokens: int | None = Field(default=None, ge=1)
     """Tokens guessed at a time; null for 4 of a draft model or of layers, and up to 16 of `ngram`."""
     device: str | None = None
@@ -114,7 +114,7 @@ class ModelSettings(BaseConfig):
         if self.draft_tokens and not (self.draft_model or self.draft):
             raise ValueError("draft_tokens is given, and nothing that guesses; give draft_model or draft too")
         if self.draft_layers and self.draft != "layers":
-            raise ValueError("draft_layers is given, and no layers guess; give draft layers too")
+            raise ValueError("draft_layers has no effect unless draft is layers; set draft to layers")
         return self
 
 

@@ -207,8 +207,7 @@ def _speculation(settings: ModelSettings) -> dict[str, bool | int | float | str]
         return {"method": "draft_model", "model": settings.draft_model, "num_speculative_tokens": count}
     if settings.draft == "layers":
         raise UserError(
-            "draft layers is of the transformers backend, and vLLM has no such drafts; give --backend "
-            "transformers, or leave out draft",
+            "draft layers needs the transformers backend; give --backend transformers, or leave out draft",
             code="unsupported_setting",
             key="draft",
         )

@@ -30,7 +30,6 @@ from rlhf_algos import (
     DPOConfig,
     SFTConfig,
     TrainerConfig,
-    check_same_on_all,
     check_start,
     choose_precision,
     finish_run,
@@ -190,6 +189,7 @@ class TRLJob(Job):
         return results
 
     def _prepare(self) -> tuple[Any, Rows, Any, Recorder]:
+        self.check_inputs()
         check_start(self.method, self.config)
         rows = load_rows(self.method, self.config)
         recorder = Recorder(self.run, self.on_report)
@@ -208,7 +208,6 @@ class TRLJob(Job):
         """The start model as plain transformers loads it from `folder`, and its tokenizer."""
         config, device = self.config, job_device()
         full = config.model_copy(update={"use_peft": False, "load_in_8bit": False, "load_in_4bit": False})
-        check_same_on_all(*filter(None, (config.model_name_or_path, config.train_data, config.eval_data)))
         model, tokenizer = start_model(self.method, full, rows.train)
         save_pretrained(model, None, folder)
         policy = self.method.model == "policy"

@@ -92,6 +92,7 @@ class Connection(ABC):
         self.release()
         if self._connected_here:
             ray.shutdown()
+            _let_daemons_print(True)
 
     def _connect(self) -> None:
         import ray
@@ -108,11 +109,7 @@ class Connection(ABC):
                 _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
         except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
             raise cluster_unreachable(address, error) from error
-        from ray._private import worker
-
-        # Else Ray prints what its daemons say, their state of 20 lines for a dead machine, among our lines,
-        # whatever log_to_driver is; it stays in Ray's logs.
-        worker._worker_logs_enabled = False
+        _let_daemons_print(False)
 
     def _start_local(self, quiet: dict[str, Any]) -> None:
         """A cluster of this machine, which counts as having as many CPUs as the processes reserve."""
@@ -299,3 +296,13 @@ class TrainerCluster(Connection):
             "GPU": float(self.settings.gpus_per_trainer),
         }
         return {name: count for name, count in reserved.items() if count}
+
+
+def _let_daemons_print(enabled: bool) -> None:
+    """Whether Ray prints its daemons' messages, such as 20 lines of state when a machine dies, to our output.
+
+    `log_to_driver=False` does not stop these, and no public setting does. They stay in Ray's logs.
+    """
+    from ray._private import worker
+
+    worker._worker_logs_enabled = enabled

@@ -48,6 +48,24 @@ class Job:
         """What is trained."""
         return METHODS[self.name]
 
+    def check_inputs(self) -> None:
+        """Refuse models, rows and rewards that are others on another machine; every process must call it.
+
+        What reward workers load is not compared: the training processes need not see it.
+
+        Raises:
+            UserError: processes see different ones, or some see none.
+        """
+        config = self.config
+        named: list[Any] = [config.model_name_or_path, config.train_data, config.eval_data]
+        if isinstance(config, OnlineJobConfig):
+            workers = config.distributed.reward_workers if config.distributed else 0
+            specs = () if workers else config.reward
+            named += [path for spec in specs for path in RewardFunctionFactory.paths_in(spec)]
+        if isinstance(config, PPOConfig):
+            named.append(config.value_model_path)
+        check_same_on_all(*filter(None, named))
+
 
 @dataclass
 class TrainingJob(Job):
@@ -113,7 +131,7 @@ class TrainingJob(Job):
         """
         config, method = self.config, self.method
         check_started(config)
-        check_same_on_all(*_inputs(config))
+        self.check_inputs()
         check_start(method, config)
         rows = load_rows(method, config)
         online = config if isinstance(config, OnlineJobConfig) else None
@@ -312,13 +330,3 @@ def sample_stage(trainer: LanguageModelTrainer[Any], stage: Literal["start", "en
         from rlhf_eval import samples_page
 
         atomic_write_text(run.path / _PAGE, samples_page(rows, title=run.path.resolve().name))
-
-
-def _inputs(config: JobConfig) -> list[str]:
-    """Files and folders that every process reads; rewards of reward workers are read elsewhere."""
-    named: list[Any] = [config.model_name_or_path, config.train_data, config.eval_data]
-    if isinstance(config, OnlineJobConfig) and not (config.distributed and config.distributed.reward_workers):
-        named += [path for spec in config.reward for path in RewardFunctionFactory.paths_in(spec)]
-    if isinstance(config, PPOConfig):
-        named.append(config.value_model_path)
-    return [str(each) for each in named if each]

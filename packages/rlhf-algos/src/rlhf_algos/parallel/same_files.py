@@ -18,11 +18,11 @@ def check_same_on_all(*paths: str | Path) -> None:
     """Refuse files and folders that are others on another machine; every process must call it.
 
     Of a file, and of those in a folder, the name, the size, and the first and last mebibyte are compared; of
-    a folder's files after the first 64, of which rows may have thousands, name and size. What no process sees
-    is left to who reads it, as is a name on the hub.
+    a folder's files after the first 64, since a data set may have thousands, name and size. What no process
+    can read is left to the code that loads it, as is a name on the hub.
 
     Raises:
-        UserError: processes see different ones, or some see none.
+        UserError: processes see different ones, or some can read none.
     """
     if world_size() == 1:
         return
@@ -40,11 +40,14 @@ def check_same_on_all(*paths: str | Path) -> None:
 
 
 def _seen(path: Path) -> list[tuple[str, int, int, int]] | None:
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file())
-        sizes = [(file.name, file.stat().st_size, 0, 0) for file in files[_MOST:]]
-        return [*map(_ends, files[:_MOST]), *sizes]
-    return [_ends(path)] if path.is_file() else None
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.is_file())
+            sizes = [(file.name, file.stat().st_size, 0, 0) for file in files[_MOST:]]
+            return [*map(_ends, files[:_MOST]), *sizes]
+        return [_ends(path)] if path.is_file() else None
+    except OSError:  # raised here, it would leave the other processes waiting
+        return None
 
 
 def _ends(path: Path) -> tuple[str, int, int, int]:

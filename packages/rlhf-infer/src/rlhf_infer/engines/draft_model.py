@@ -21,23 +21,23 @@ from rlhf_models import context_length, prepare_for_packing
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """The causal LM of a model's first layers, with the model's last norm and output layer.
+    """A causal LM made of a model's first layers, its final norm and its output layer.
 
-    It shares the modules, and so follows the weights and takes no memory. As a `DraftModel` it needs no
-    training; its guesses are good where the model was trained to be left early, as in LayerSkip (Elhoushi et
-    al. 2024, arXiv:2404.16710).
+    All modules are shared, so it uses no memory and follows updates of the weights. In a `DraftModel` its
+    guesses are good if the model was trained for early exit, as in LayerSkip (Elhoushi et al. 2024,
+    arXiv:2404.16710).
 
     Args:
-        model: a decoder of transformers.
-        count: layers, fewer than the model has.
+        model: a transformers decoder.
+        count: number of layers, fewer than the model has.
 
     Raises:
-        UserError: the model has no more layers, or keeps them in no list.
+        UserError: `count` is out of range, or the model has no list of layers.
     """
     total = model.config.get_text_config().num_hidden_layers
     if not 0 < count < total:
         raise UserError(
-            f"the first {count} layers are to guess for a model of {total}; give fewer, at least 1",
+            f"draft_layers is {count}, but the model has {total} layers; choose fewer, and at least 1",
             code="invalid_value",
             key="draft_layers",
         )
@@ -47,11 +47,10 @@ def first_layers(model: Any, count: int) -> Any:
     path = next(lists, None)
     if path is None:
         raise UserError(
-            f"{type(model).__name__} keeps its layers in no list, so that the first ones cannot be taken "
-            "apart; leave out draft",
+            f"{type(model).__name__} has no list of layers to take the first ones from; leave out draft",
             code="unsupported_model",
         )
-    prepare_for_packing(model)  # the layers read the attention's name in the model's own config
+    prepare_for_packing(model)  # attention modules read the implementation from the original config
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_hidden_layers = count
@@ -68,7 +67,7 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def _with_own_children(module: Any, config: Any) -> Any:
-    """The same module with a list of children, and a config, of its own."""
+    """A shallow copy with its own table of children and its own config."""
     found = copy.copy(module)
     found._modules = dict(module._modules)
     if hasattr(found, "config"):

@@ -14,7 +14,7 @@ from rlhf_infer.search.treequest import check_installed
 
 
 def check_search_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
-    """Refuse settings that do not go together, with each other or a search by steps, or miss a package."""
+    """Refuse settings that conflict with each other or with a search by steps, or need a missing package."""
     if settings.strategy == "ab-mcts":
         check_installed()
     if settings.selection in VOTES and extract is None:

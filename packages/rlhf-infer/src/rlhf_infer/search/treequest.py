@@ -1,4 +1,4 @@
-"""Algorithms of TreeQuest as strategies of a search: asked for steps to draw, told what came of them."""
+"""TreeQuest's algorithms as search strategies, through its ask/tell interface."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from rlhf_infer.search.tree import ROOT, SearchTree
 
 _ACTION = "step"
 _ASKS = 8
-"""Times that a wave is asked for more where all that it got follows finished completions."""
+"""Attempts per wave to get trials that extend an unfinished completion."""
 
 
 class AskTell(Protocol):
-    """What is called of a `treequest.Algorithm`."""
+    """The part of `treequest.Algorithm` that is used."""
 
     def init_tree(self) -> Any:
         """The state of an empty tree."""
         ...
 
     def ask_batch(self, state: Any, batch_size: int, actions: list[str]) -> tuple[Any, list[Any]]:
-        """The next trials, each with `trial_id` and `parent_state`, the result that it starts from."""
+        """The next trials; each has a `trial_id` and the `parent_state` that it extends."""
         ...
 
     def tell(self, state: Any, trial_id: str, result: tuple[Any, float]) -> Any:
-        """Take the result of a trial and its score."""
+        """Record the result of a trial and its score."""
         ...
 
 
 class TreeQuestStrategy:
-    """The search of one prompt by an algorithm of TreeQuest, such as AB-MCTS (arXiv:2503.04412).
+    """Searches the tree of one prompt with a TreeQuest algorithm, such as AB-MCTS (arXiv:2503.04412).
 
         search.run(prompts, strategy=lambda: TreeQuestStrategy(treequest.ABMCTSA(), width=8))
 
-    A wave asks for `width` trials at once, and all prompts' steps are drawn and scored together. A trial that
-    would go on from a finished completion draws nothing: that completion and its score are told again.
-    Repeated draws are trials of their own, though the tree merges them. NumPy's global generator, which the
-    algorithms draw from, is seeded for each wave by seed, prompt and wave, and left as it was, so that the
+    Each wave asks for `width` trials, and the steps of all prompts are generated and scored together. A trial
+    that would extend a finished completion generates nothing; its result is that completion with its score.
+    Identical steps count as separate trials, although the tree merges them. The algorithms use NumPy's global
+    generator: it is seeded in every wave from seed, prompt and wave number, and restored afterwards, so the
     same seed gives the same tree.
 
     Args:
-        algorithm: keeps no state itself, so that prompts may share it.
-        width: trials of a wave, 1 or more; fewer where the algorithm queues fewer, such as the
-            `samples_per_action` of `StandardMCTS`, and would leave out the results of more.
-        seed: of what the algorithm draws.
-        bounded: whether scores are in [0, 1], as the algorithms expect; others s are told as 1 / (1 + e⁻ˢ).
+        algorithm: stateless, so prompts may share it.
+        width: trials per wave, at least 1. Algorithms with a queue, such as `StandardMCTS` with its
+            `samples_per_action`, get no more trials than they accept results.
+        seed: for the algorithm's random choices.
+        bounded: whether scores are in [0, 1], as the algorithms expect; if not, they go through a sigmoid.
 
     Raises:
         ValueError: `width` is below 1.
-        UserError: in a search, on a score outside [0, 1] that is not bounded after all.
+        UserError: during the search, if `bounded` is true and a score is outside [0, 1].
     """
 
     def __init__(self, algorithm: AskTell, *, width: int = 8, seed: int = 0, bounded: bool = True) -> None:
         if width < 1:
-            raise ValueError(f"width is {width}; a wave needs a trial or more")
+            raise ValueError(f"width is {width}; a wave needs at least one trial")
         self.algorithm, self.width, self.seed, self.bounded = algorithm, width, seed, bounded
         self.state = algorithm.init_tree()
         self._waves = 0
         self._asked: dict[int, list[str]] = {}
-        """Trials under way, by the node that they start from."""
+        """Trials in flight, by the node that they extend."""
 
     def choose(self, tree: SearchTree) -> list[Expansion]:
         """See `rlhf_infer.search.strategies.Strategy`."""
@@ -85,25 +85,27 @@ class TreeQuestStrategy:
                         self._asked.setdefault(node, []).append(trial.trial_id)
                     else:
                         self._tell(tree, trial.trial_id, node)
-                if queued is not None and self._asked:  # more would be trials of the same nodes
+                if queued is not None and self._asked:  # asking again would repeat the queued nodes
                     break
         return [Expansion(node, len(trials)) for node, trials in self._asked.items()]
 
     def take(self, tree: SearchTree, drawn: Sequence[tuple[Expansion, Sequence[int]]]) -> None:
         """See `rlhf_infer.search.strategies.Strategy`."""
         for expansion, children in drawn:
-            for trial, child in zip(self._asked[expansion.node], children, strict=False):  # the budget's end
+            for trial, child in zip(
+                self._asked[expansion.node], children, strict=False
+            ):  # fewer at the end of the budget
                 self._tell(tree, trial, child)
 
     def _tell(self, tree: SearchTree, trial: str, node: int) -> None:
         score = tree.nodes[node].score
-        assert score is not None  # of everything that was drawn
+        assert score is not None  # every drawn node is scored
         if not self.bounded:
             score = 0.5 + math.tanh(score / 2) / 2
         if not 0 <= score <= 1:
             raise UserError(
-                f"TreeQuest takes scores in [0, 1], and a completion has {score}; give a process reward "
-                "model, or say bounded=False",
+                f"TreeQuest expects scores in [0, 1], but a completion scored {score}; use a process reward "
+                "model, or pass bounded=False",
                 code="score_out_of_range",
             )
         self.state = self.algorithm.tell(self.state, trial, (node, score))
@@ -115,10 +117,10 @@ def ab_mcts(width: int, seed: int, *, bounded: bool) -> TreeQuestStrategy:
 
 
 def check_installed() -> None:
-    """Refuse what needs TreeQuest where that is missing.
+    """Check that TreeQuest can be imported.
 
     Raises:
-        UserError: it is missing, or cannot be imported.
+        UserError: it cannot.
     """
     _treequest()
 
@@ -135,14 +137,14 @@ def _treequest() -> Any:
 
 
 def _queued(state: Any) -> int | None:
-    """Results that an algorithm which queues its nodes takes now; None: as many as it is given."""
+    """How many results an algorithm with a queue accepts now; None for algorithms without one."""
     queue = getattr(getattr(state, "trial_store", None), "next_nodes", None)
     return None if queue is None else sum(map(len, queue.values()))
 
 
 @contextlib.contextmanager
 def _seeded(text: str) -> Iterator[None]:
-    """NumPy's global generator, seeded by a text within this context."""
+    """Seed NumPy's global generator from a text within this context."""
     before = np.random.get_state()
     np.random.seed(zlib.crc32(text.encode()))
     try:

@@ -154,7 +154,7 @@ class SearchWaves:
                 on_wave(self.trees)
         if any(len(search.tree.nodes) == 1 for search in searches):
             raise UserError(
-                "the strategy of a search drew nothing at all; it must choose the root at first",
+                "the search strategy expanded no node; its first call of choose must return the root",
                 code="nothing_drawn",
             )
         return [SearchResult(*self._selected(search)) for search in searches]

@@ -131,7 +131,7 @@ class DemoBuilder:
         for attempt in range(1, _BASE_ATTEMPTS):
             if accuracy >= enough:
                 break
-            base, accuracy = self._attempt(fresh(self.seed + attempt), f"{_PRETRAINED}, from other weights")
+            base, accuracy = self._attempt(fresh(self.seed + attempt), f"{_PRETRAINED}, new initial weights")
         return base, accuracy
 
     def _attempt(self, base: PreTrainedModel, stage: str) -> tuple[PreTrainedModel, float]:
@@ -141,7 +141,7 @@ class DemoBuilder:
         for further in range(_EXTRA_PASSES):
             if accuracy >= self.settings.least_verdict_accuracy or (further and accuracy < _STUCK):
                 break
-            more = f"{stage}, with {accuracy:.0%} of verdicts true"
+            more = f"{stage}, continued at {accuracy:.0%} true verdicts"
             self.pretrain(base, max(1, self.settings.num_pretrain_steps // 3), more)
             accuracy = self._verdict_accuracy(base)
         return base, accuracy
