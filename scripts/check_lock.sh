@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks that requirements.lock is a whole resolution of pyproject.toml; with --write, brings it up to date.
+# Checks that requirements.lock is a whole resolution of pyproject.toml. --write brings it up to date and keeps the
+# pins it has; --upgrade takes the newest release of every package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -7,7 +8,7 @@ export_lock() {
     uv export --quiet --frozen --no-header --all-packages --all-extras --all-groups --no-emit-workspace "$@"
 }
 
-if [ "${1:-}" = "--write" ]; then
+if [ "${1:-}" = "--upgrade" ]; then
     uv lock --quiet --upgrade
     export_lock >requirements.lock
     exit
@@ -19,8 +20,13 @@ copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -z '*pyproject.toml' | xargs -0 cp --parents -t "$copy"
 uv run --quiet --no-sync python scripts/same_lock.py --constrain requirements.lock "$copy/pyproject.toml"
-if ! uv lock --quiet --project "$copy" || ! export_lock --project "$copy" >"$copy/fresh" ||
-    ! uv run --quiet --no-sync python scripts/same_lock.py requirements.lock "$copy/fresh"; then
+if ! uv lock --quiet --project "$copy" || ! export_lock --project "$copy" >"$copy/fresh"; then
+    echo "requirements.lock contradicts a pyproject.toml: run scripts/check_lock.sh --upgrade and commit it" >&2
+    exit 1
+fi
+if [ "${1:-}" = "--write" ]; then
+    cp "$copy/fresh" requirements.lock
+elif ! uv run --quiet --no-sync python scripts/same_lock.py requirements.lock "$copy/fresh"; then
     echo "requirements.lock is out of date: run scripts/check_lock.sh --write and commit it" >&2
     exit 1
 fi

@@ -8,8 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "same_lock.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "same_lock.py"
 LINUX = "python_full_version < '3.12' and platform_machine == 'x86_64' and sys_platform == 'linux'"
 MAC = "python_full_version < '3.12' and platform_machine == 'arm64' and sys_platform == 'darwin'"
 SHORTER = "python_full_version < '3.12' and ((platform_machine == 'x86_64' and sys_platform == 'linux') or \
@@ -65,3 +68,24 @@ def test_a_resolution_is_held_to_the_committed_pins(tmp_path: Path) -> None:
         "torch==2.0",
     ]
     assert [";" in pin for pin in pins] == [False, True, True, False]
+
+
+def test_the_committed_lock_pins_every_dependency_of_the_workspace() -> None:
+    """Needs no resolver and no network; whether the pins fit together, scripts/check_lock.sh finds out."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line.rstrip(" \\")).name) for line in lines if line[:1].isalnum()}
+    projects = [tomllib.loads(path.read_text()) for path in ROOT.glob("*/*/pyproject.toml")]
+    projects.append(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    members = {canonicalize_name(project["project"]["name"]) for project in projects}
+    named: set[str] = set()
+    for project in projects:
+        groups = [*project["project"].get("optional-dependencies", {}).values()]
+        groups += [project["project"].get("dependencies", []), *project.get("dependency-groups", {}).values()]
+        named |= {
+            canonicalize_name(Requirement(line).name)
+            for group in groups
+            for line in group
+            if isinstance(line, str)
+        }
+    assert len(projects) == 11 and "treequest" in named
+    assert named - members - pinned == set()
