@@ -64,7 +64,8 @@ class Gathered:
 
 def steps(model: Any, rows: int, length: int) -> dict[str, float]:
     """Milliseconds of a pass, medians of 30 in turn."""
-    from rlhf_infer.kv.decode_attention import DecodeAttention, PromptCache
+    from rlhf_infer.kv.decode_attention import DecodeAttention
+    from rlhf_infer.kv.prompt_cache import PromptCache
 
     cache = PromptCache([1] * rows, torch.device("cpu"))
     config = model.config

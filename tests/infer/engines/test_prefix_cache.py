@@ -13,8 +13,8 @@ from letters import LetterTokenizer
 from rlhf_infer import ContinuousBatcher, SamplingParams, SearchSettings, TransformersEngine, TreeSearch
 from rlhf_infer.engines.prefill import keep_prefix
 from rlhf_infer.engines.transformers_engine import PREFIX_BLOCK as BLOCK
-from rlhf_infer.kv.decode_attention import PromptCache
 from rlhf_infer.kv.paged_cache import PagedKVCache
+from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import stream_forward, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 

@@ -16,7 +16,8 @@ from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.engines.sampler import SampledTokens, Sampler
 from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
-from rlhf_infer.kv.decode_attention import PromptCache, RaggedAttention
+from rlhf_infer.kv.decode_attention import RaggedAttention
+from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import context_length, prepare_for_packing
 
 

@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 from rlhf_data import TokenSequence, pack
 from rlhf_infer.engines.decode_batch import Cohort
-from rlhf_infer.kv.decode_attention import JoinedAttention, PrefillAttention, PromptCache, RaggedAttention
+from rlhf_infer.kv.decode_attention import JoinedAttention, RaggedAttention
 from rlhf_infer.kv.paged_cache import PagedKVCache
 from rlhf_infer.kv.prefix_attention import PrefixAttention
+from rlhf_infer.kv.prompt_cache import PrefillAttention, PromptCache
 from rlhf_models import AttentionPlan, causal_lm
 from rlhf_models.kernels.cpu_linear import rounding
 

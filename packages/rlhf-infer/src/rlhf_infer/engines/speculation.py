@@ -16,7 +16,8 @@ from rlhf_infer.engines.protocol import SamplingParams, ends_of
 from rlhf_infer.engines.sampler import remembers
 from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
 from rlhf_infer.engines.transformers_engine import TransformersEngine
-from rlhf_infer.kv.decode_attention import PromptCache, RaggedAttention
+from rlhf_infer.kv.decode_attention import RaggedAttention
+from rlhf_infer.kv.prompt_cache import PromptCache
 
 _ROWS_ON_CPU = 8
 """Rows up to which a CPU computes their guesses in less time than these may save."""

@@ -22,8 +22,9 @@ from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
 from rlhf_infer.engines.protocol import ends_of
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
-from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention, PromptCache
+from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention
 from rlhf_infer.kv.paged_cache import PagedKVCache
+from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import AttentionPlan, TreeAttention, causal_lm, evaluating, lm_logits, stream_forward
 from rlhf_models.language_model.head import chunk_rows
 

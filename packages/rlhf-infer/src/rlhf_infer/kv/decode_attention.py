@@ -1,16 +1,19 @@
-"""Keys and values of prompts and of completions while these are decoded, and attention over both."""
+"""Keys and values of completions while they are decoded, and attention over them and their prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rlhf_data import PackedBatch
-from rlhf_models import AttentionOptions, TreeAttention
+from rlhf_infer.kv.prompt_cache import PromptCache
+from rlhf_models import AttentionOptions
 
+_UNKNOWN = torch.empty(0)
+"""A mask that has not been made yet."""
 BLOCK = 128
 """Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""
 
@@ -20,65 +23,12 @@ def room(tokens: int, most: int) -> int:
     return min(-(-tokens // BLOCK) * BLOCK, most)
 
 
-class PromptCache:
-    """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros after the shorter ones.
-
-    They are kept in the dtype that attention computes in, also where autocast hands them over in fp32.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths = torch.tensor(lengths, device=device)
-        self.longest = max(lengths)
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def store(self, layer: int, prompts: Tensor, new: tuple[Tensor, Tensor]) -> None:
-        """Fill in keys and values (Q, H_kv, L', D) of the first L' tokens of some prompts (Q,)."""
-        for whole, part in zip(self.of(layer, new), new, strict=True):
-            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
-
-    def of(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, to be filled in; of the sizes of `like` (*, H_kv, *, D)."""
-        if layer not in self.layers:
-            count, longest = len(self.lengths), self.longest
-            key, value = (
-                x.new_zeros(count, x.shape[1], longest, x.shape[-1], dtype=compute_dtype(x)) for x in like
-            )
-            self.layers[layer] = (key, value)
-        return self.layers[layer]
-
-    def keep(self, prompts: Tensor) -> None:
-        """Drop all prompts but these."""
-        self.lengths = self.lengths[prompts]
-        for layer, (key, value) in self.layers.items():
-            self.layers[layer] = (key[prompts], value[prompts])
-
-
-class PrefillAttention:
-    """Tree attention over packed prompts that keeps every layer's keys and values.
-
-    Args:
-        batch: packed prompts, on the CPU.
-        cache: where keys and values go.
-        places: (Q,) of the batch's prompts in the cache; None: `batch.sequence_ids`.
-    """
-
-    def __init__(self, batch: PackedBatch, cache: PromptCache, places: Tensor | None = None) -> None:
-        device = cache.lengths.device
-        paths = [batch.path(q) for q in range(batch.num_sequences)]
-        width = max(len(path) for path in paths)
-        index = torch.stack([torch.nn.functional.pad(path, (0, width - len(path))) for path in paths])
-        places = batch.sequence_ids if places is None else places
-        self._index, self._prompts = index.to(device), places.to(device)
-        self._attention = TreeAttention(batch.to(device))
-        self._cache = cache
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        """See `rlhf_models.attention.packed.AttentionPlan`."""
-        own_key, own_value = (x[self._index].transpose(1, 2) for x in (key, value))
-        self._cache.store(layer, self._prompts, (own_key, own_value))
-        return self._attention.attend(layer, query, key, value, options)
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the CPU's fused kernel, which also takes float64, but rounds it."""
+_fused_attention: Callable[..., tuple[Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+)
+"""What `scaled_dot_product_attention` calls on CPUs; alone it returns the logarithms of the sums too."""
 
 
 class DecodeAttention:
@@ -88,7 +38,7 @@ class DecodeAttention:
     `BLOCK` tokens when C are there, up to T (see `room`), and rows that leave give theirs back. The softmax
     over both is put together from that over each. Rows are laid out as slots (P, G), so that the scores
     against a prompt are one matrix product for all its rows; as long as no row has left, the rows are the
-    slots.
+    slots. Where every prompt has one row, its keys stand before the row's own, and one softmax is over both.
 
     Args:
         cache: the prompts' keys and values; prompts left without rows are dropped from it.
@@ -99,10 +49,13 @@ class DecodeAttention:
     def __init__(self, cache: PromptCache, prompts: np.ndarray, max_new_tokens: int) -> None:
         self._cache = cache
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of prompts and rows together, of which the cache and `_own` have views."""
         self._most = max_new_tokens
         self._prompts, places = np.unique(prompts, return_inverse=True)
         self._step = 0
         self._masks: dict[int | None, Tensor] = {}
+        self._whole_mask: Tensor | None = _UNKNOWN
         self._lay_out(places)
 
     def _lay_out(self, prompts: np.ndarray) -> None:
@@ -129,6 +82,11 @@ class DecodeAttention:
         ]
         return places.unique()
 
+    def give(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Keys and values of a layer, of the prompts and of the rows; the plan has them no longer."""
+        self._whole.pop(layer, None)
+        return self._cache.layers.pop(layer), self._own.pop(layer)
+
     def at_step(self, step: int) -> DecodeAttention:
         """Ready for step `step`: each row has that many own tokens before the new one."""
         self._step = step
@@ -141,15 +99,21 @@ class DecodeAttention:
         `kept` are the (B',) places of the rows that stay, ascending; `prompts` (B',) each one's prompt, as
         numbered at the start.
         """
-        # One layer after the other, so that little is there twice.
-        for layer, (key, value) in self._own.items():
-            self._own[layer] = (key[kept], value[kept])
         remaining, places = np.unique(prompts, return_inverse=True)
         if len(remaining) < len(self._prompts):
             stay = torch.from_numpy(np.searchsorted(self._prompts, remaining))
+            for layer in self._whole:
+                self._cache.layers.pop(layer)
             self._cache.keep(stay.to(self._cache.lengths.device))
             self._prompts = remaining
-            self._masks = {}
+            self._masks, self._whole_mask = {}, _UNKNOWN
+        # One layer after the other, so that little is there twice.
+        for layer, (key, value) in self._own.items():
+            if layer in self._whole:
+                key, value = self._whole.pop(layer)
+                self._set_whole(layer, (key[kept], value[kept]))
+            else:
+                self._own[layer] = (key[kept], value[kept])
         self._lay_out(places)
 
     def attend(
@@ -160,6 +124,14 @@ class DecodeAttention:
         own_key, own_value = self._room(layer, rows, self._step + 1)
         own_key[:, :, self._step], own_value[:, :, self._step] = key, value
         end, window = self._step + 1, options.window
+        if options.softcap is None and layer in self._whole and self._all_near(window):
+            whole_key, whole_value = (x[:, :, : self._cache.longest + end] for x in self._whole[layer])
+            query = query.view(rows, key.shape[1], -1, size)
+            mask = self._whole_hidden(end)
+            mixed = scaled_dot_product_attention(
+                query, whole_key, whole_value, attn_mask=mask, scale=options.scaling
+            )
+            return mixed.to(value.dtype).reshape(rows, heads, size)
         seen = slice(0 if window is None else max(0, end - window), end)
         query = (query * options.scaling).view(rows, key.shape[1], -1, size)
         mixed, total = mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
@@ -176,13 +148,40 @@ class DecodeAttention:
         old = self._own.get(layer)
         if old is not None and end <= old[0].shape[2]:
             return old
-        capacity = room(end, self._most)
-        key, value = (x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in self._cache.layers[layer])
+        capacity, shared = room(end, self._most), self._cache.layers[layer]
+        lone = rows == len(self._prompts)
+        ahead = self._cache.longest if lone else 0
+        key, value = (x.new_zeros(rows, x.shape[1], ahead + capacity, x.shape[3]) for x in shared)
+        if lone:
+            key[:, :, :ahead], value[:, :, :ahead] = shared
         if old is not None:
-            held = old[0].shape[2]
-            key[:, :, :held], value[:, :, :held] = old
-        self._own[layer] = (key, value)
-        return key, value
+            held = slice(ahead, ahead + old[0].shape[2])
+            key[:, :, held], value[:, :, held] = old
+        if lone:
+            self._set_whole(layer, (key, value))
+        else:
+            self._own[layer] = (key, value)
+        return self._own[layer]
+
+    def _set_whole(self, layer: int, pair: tuple[Tensor, Tensor]) -> None:
+        """Keep keys and values (B, H_kv, L + C, D) of prompts with one row each, and of the rows."""
+        key, value = self._whole[layer] = pair
+        first = self._cache.longest
+        self._cache.layers[layer] = key[:, :, :first], value[:, :, :first]
+        self._own[layer] = key[:, :, first:], value[:, :, first:]
+
+    def _all_near(self, window: int | None) -> bool:
+        """Whether the new tokens are near enough to see all before them."""
+        return window is None or self._cache.longest + self._step < window
+
+    def _whole_hidden(self, end: int) -> Tensor | None:
+        """(P, 1, 1, L + end): -inf for the padding of prompts with one row each; None if there is none."""
+        if self._whole_mask is _UNKNOWN:
+            padded = bool((self._cache.lengths < self._cache.longest).any())
+            mask = pad(self._hidden(None), (0, self._most)) if padded else None
+            dtype = next(iter(self._whole.values()))[0].dtype
+            self._whole_mask = None if mask is None else mask.to(dtype)
+        return None if self._whole_mask is None else self._whole_mask[..., : self._cache.longest + end]
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """(B, H_kv, R, *) rows to (P, H_kv, G·R, *), the rows of a prompt side by side."""
@@ -196,7 +195,7 @@ class DecodeAttention:
 
     def _hidden(self, window: int | None) -> Tensor:
         """(P, 1, 1, L): -inf for a prompt's padding and what lies outside the window, 0 elsewhere."""
-        if window is not None and self._cache.longest + self._step < window:
+        if self._all_near(window):
             window = None
         if window not in self._masks:
             lengths = self._cache.lengths[:, None]
@@ -282,7 +281,7 @@ def take_rows(
     taken = RaggedAttention(cache, prompts, max_new_tokens)
     places = [torch.from_numpy(kept).to(lengths.device) for kept in rows]
     for layer in list(plans[0]._cache.layers):  # one after the other, so that little is there twice
-        shared, own = zip(*((p._cache.layers.pop(layer), p._own.pop(layer)) for p in plans), strict=True)
+        shared, own = zip(*(p.give(layer) for p in plans), strict=True)
         cache.layers[layer] = _stacked(shared, known, cache.longest)
         taken._own[layer] = _stacked(own, places, max(key.shape[2] for key, _ in own))
     return taken
@@ -331,16 +330,13 @@ class JoinedAttention:
         return torch.cat(parts)
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products of a tensor are computed in: autocast's where it is on, else its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def mix(
     query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention (*, D) of scaled queries, and the logarithm (*, 1) of the sum of exponentials, in fp32."""
+    if softcap is None and query.ndim == 4 and query.device.type == "cpu" and query.dtype in _FUSED:
+        mixed, total = _fused_attention(query, key, value, attn_mask=mask, scale=1.0)
+        return mixed.float(), total[..., None]
     scores = (query @ key.transpose(-1, -2)).float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
