@@ -7,7 +7,8 @@ in turn, one with `speculation=previous`, on 4 prompts x 8 completions; `complet
 call by call. Whoever begins changes. Seconds are those of this process on a processor, so that others on
 the machine count less; ratios are plain / speculative, above 1 is faster with speculation, medians over
 steps or calls. `same` is the share of completions that are equal token for token; others differ by
-rounding, where two tokens are equally likely.
+rounding, where two tokens are equally likely. `early_layers` guesses by the model's first three layers of
+five, `early_layers_tree` with two alternatives; `tokens_per_pass` is of passes with guesses only.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from rlhf_infer import (
     SpeculativeDecoder,
     TransformersEngine,
 )
+from rlhf_infer.engines.speculation import Payoff
 from rlhf_infer.rewards import RewardFunctions
-from rlhf_models import load_causal_lm, load_tokenizer
+from rlhf_models import AttentionPlan, load_causal_lm, load_tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "shared/data/stories260k"
 NAMES = ("Lily", "Tom", "Sam", "Ben", "Mia", "Anna", "Max", "Sue")
@@ -145,12 +147,13 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
     model, tokenizer = load_causal_lm(MODEL), load_tokenizer(MODEL)
     texts = [text] if n == 1 else [start.format("Lily") for start in STARTS]
     ids = [tokenizer.encode(each) for each in texts]
-    drafts = DraftModel(early_layers(2), tokenizer)
     engines = {
         "plain": TransformersEngine(model, tokenizer),
         "ngram": SpeculativeDecoder(model, tokenizer, NgramDrafter()),
-        "early_layers": SpeculativeDecoder(model, tokenizer, drafts),
     }
+    for name, alternatives in (("early_layers", 0), ("early_layers_tree", 2)):
+        drafts = DraftModel(early_layers(3), tokenizer, alternatives=alternatives)
+        engines[name] = SpeculativeDecoder(model, tokenizer, drafts)
     theirs: Any = load_causal_lm(MODEL)
     theirs.set_attn_implementation("sdpa")
     sides: dict[str, Callable[[int], list[list[int]]]] = {}
@@ -186,12 +189,48 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
             seconds[name].append(took)
         if round_:
             same += [a == b for a, b in zip(drawn["plain"], drawn["ngram"], strict=True)]
+    per_pass = {
+        name: tokens_per_pass(engine, ids[:1], temperature, tokens) for name, engine in engines.items()
+    }
     medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
     pairs = {
         name: statistics.median(p / s for p, s in zip(seconds["plain"][1:], each[1:], strict=True))
         for name, each in seconds.items()
     }
-    return {"seconds": medians, "ratio_to_plain": pairs, "same": statistics.mean(same)}
+    return {
+        "seconds": medians,
+        "ratio_to_plain": pairs,
+        "tokens_per_pass": per_pass,
+        "same": statistics.mean(same),
+    }
+
+
+class Always(Payoff):
+    """Guesses in every pass, whatever that costs."""
+
+    def pays(self, rows: int) -> bool:
+        """Always."""
+        del rows
+        return True
+
+
+def tokens_per_pass(
+    engine: TransformersEngine, ids: list[list[int]], temperature: float, tokens: int, seeds: int = 8
+) -> float:
+    """Tokens of a completion that a forward pass brings where every pass has guesses, a mean over seeds."""
+    passes, forward = 0, engine._forward
+
+    def counted(ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return forward(ids, positions, plan)
+
+    engine._forward = counted
+    if isinstance(engine, SpeculativeDecoder):
+        engine._payoff = Always()
+    for seed in range(seeds):
+        engine.generate(ids, 1, SamplingParams(tokens, temperature, seed=seed, ignore_eos=True))
+    return seeds * (tokens - 1) / (passes - seeds)  # the first token comes with the prompt
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafted import assert_same, close_to
 from letters import LetterTokenizer
 from raises import raises_error
 from rlhf_infer import (
@@ -50,16 +50,6 @@ class _Always:
         self.begin = drafter.begin
 
 
-def close_to(model: Any, by: float = 0.1) -> Any:
-    """A model that draws nearly as this one."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + by * torch.randn(parameter.shape, generator=generator))
-    return other
-
-
 def half_right(engine: TransformersEngine, n: int, params: SamplingParams) -> PreviousCompletions:
     """Guesses of which every second completion is right to its end, and the others up to a third token."""
     groups = engine.generate(PROMPTS, n, params)
@@ -77,24 +67,14 @@ def drafter_of(kind: str, engine: TransformersEngine, params: SamplingParams) ->
         return half_right(engine, 3, params)
     if kind == "ngram":
         return _Always(NgramDrafter())
-    return _Always(DraftModel(close_to(engine.model), LetterTokenizer(), guesses=3))
-
-
-def assert_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
-    for mine, plain in zip([r for g in found for r in g], [r for g in expected for r in g], strict=True):
-        assert mine.completion_ids == plain.completion_ids
-        assert mine.finish_reason == plain.finish_reason
-        assert mine.logps == pytest.approx(plain.logps, abs=1e-5)
-        assert (mine.raw_logps is None) == (plain.raw_logps is None)
-        if plain.raw_logps is not None and plain.top_logps is not None and mine.top_logps is not None:
-            assert mine.raw_logps == pytest.approx(plain.raw_logps, abs=1e-5)
-            assert [[token for token, _ in top] for top in mine.top_logps] == [
-                [token for token, _ in top] for top in plain.top_logps
-            ]
+    alternatives = 3 if kind == "tree" else 0
+    return _Always(
+        DraftModel(close_to(engine.model), LetterTokenizer(), guesses=3, alternatives=alternatives)
+    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["previous", "ngram", "model"])
+@pytest.mark.parametrize("kind", ["previous", "ngram", "model", "tree"])
 def test_tokens_are_those_of_the_plain_engine(kind: str, settings: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), LetterTokenizer())
     params = SamplingParams(24, seed=4, **SETTINGS[settings])
@@ -117,7 +97,7 @@ def test_every_architecture_takes_guesses(name: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(name), LetterTokenizer())
     params = SamplingParams(20, seed=1)
     expected = engine.generate(PROMPTS, 3, params)
-    for kind in ("previous", "model"):
+    for kind in ("previous", "tree"):
         speculative = SpeculativeDecoder(engine.model, LetterTokenizer(), drafter_of(kind, engine, params))
         assert_same(speculative.generate(PROMPTS, 3, params), expected)
 
@@ -325,7 +305,7 @@ def test_a_draft_model_with_other_tokens_is_refused(lively_model: Any) -> None:
         draft.check_tokenizer(Other())
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model"])
+@pytest.mark.parametrize("kind", ["ngram", "tree"])
 def test_the_batcher_hands_over_every_token(kind: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), LetterTokenizer())
     asked = [

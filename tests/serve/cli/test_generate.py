@@ -192,6 +192,7 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
         (("--draft", "ngram", "--set", "draft_tokens=2"), ("--temperature", "0", "--n", "1")),
         (("--draft-model", "policy"), ("--temperature", "0", "--n", "1")),
         (("--draft", "layers", "--set", "draft_layers=1"), ("--temperature", "0", "--n", "1")),
+        (("--draft-model", "policy", "--set", "draft_alternatives=4"), ("--temperature", "0", "--n", "1")),
     ],
 )
 def test_guessing_tokens_changes_no_completion(
@@ -206,7 +207,12 @@ def test_guessing_tokens_changes_no_completion(
 
 @pytest.mark.parametrize(
     "options",
-    [("--draft", "ngram", "--draft-model", "policy"), ("--set", "draft_tokens=3"), ("--draft", "x")],
+    [
+        ("--draft", "ngram", "--draft-model", "policy"),
+        ("--set", "draft_tokens=3"),
+        ("--draft", "x"),
+        ("--draft", "ngram", "--set", "draft_alternatives=1"),
+    ],
 )
 def test_drafts_that_do_not_go_together_are_refused(
     options: tuple[str, ...], folders: Path, rows: Path, tmp_path: Path

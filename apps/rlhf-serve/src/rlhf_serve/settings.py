@@ -83,6 +83,8 @@ class ModelSettings(BaseConfig):
     """Number of first layers that `layers` uses; null for a quarter of the model's."""
     draft_tokens: int | None = Field(default=None, ge=1)
     """Tokens guessed at a time; null for 4 of a draft model or of layers, and up to 16 of `ngram`."""
+    draft_alternatives: int | None = Field(default=None, ge=0)
+    """transformers: of a draft model or of layers, places that two tokens are guessed for; null for 2."""
     device: str | None = None
     """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
@@ -113,6 +115,11 @@ class ModelSettings(BaseConfig):
             raise ValueError("draft_model and draft both guess tokens; give one of them")
         if self.draft_tokens and not (self.draft_model or self.draft):
             raise ValueError("draft_tokens is given, and nothing that guesses; give draft_model or draft too")
+        if self.draft_alternatives is not None and not (self.draft_model or self.draft == "layers"):
+            raise ValueError(
+                "draft_alternatives has no effect without a draft model or layers; give draft_model or set "
+                "draft to layers"
+            )
         if self.draft_layers and self.draft != "layers":
             raise ValueError("draft_layers has no effect unless draft is layers; set draft to layers")
         return self

@@ -149,6 +149,8 @@ def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
     lm, tokenizer = _load(settings, model)
     count = {} if settings.draft_tokens is None else {"guesses": settings.draft_tokens}
     drafter: NgramDrafter | DraftModel | None = NgramDrafter(**count) if settings.draft == "ngram" else None
+    if settings.draft_alternatives is not None:
+        count["alternatives"] = settings.draft_alternatives
     if settings.draft == "layers":
         layers = settings.draft_layers or max(1, lm.config.get_text_config().num_hidden_layers // 4)
         drafter = DraftModel(first_layers(lm, layers), tokenizer, **count)

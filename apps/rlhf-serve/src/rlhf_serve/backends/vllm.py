@@ -202,6 +202,12 @@ def vllm_settings(settings: ModelSettings) -> VLLMSettings:
 
 def _speculation(settings: ModelSettings) -> dict[str, bool | int | float | str] | None:
     """Drafts in vLLM's words."""
+    if settings.draft_alternatives:
+        raise UserError(
+            "draft_alternatives needs the transformers backend; give --backend transformers, or leave it out",
+            code="unsupported_setting",
+            key="draft_alternatives",
+        )
     if settings.draft_model is not None:
         count = settings.draft_tokens or 4
         return {"method": "draft_model", "model": settings.draft_model, "num_speculative_tokens": count}

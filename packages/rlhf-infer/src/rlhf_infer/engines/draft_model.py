@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rlhf_data import UserError
 from rlhf_infer.engines.protocol import SamplingParams
-from rlhf_infer.engines.sampler import SampledTokens, Sampler
-from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
+from rlhf_infer.engines.sampler import Sampler
+from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import RaggedAttention
 from rlhf_infer.kv.prompt_cache import PromptCache
@@ -83,13 +83,15 @@ class DraftModel(TransformersEngine):
         model: the small causal LM; it stays in eval mode.
         tokenizer: its tokenizer, the same as the large model's.
         guesses: tokens that it draws for a pass.
+        alternatives: places in which the token that came second is a guess too, those where it lost by the
+            least; so guesses form a tree, all of which is computed in the same pass. 0: they are a chain.
     """
 
     measured = couples = True
 
-    def __init__(self, model: Any, tokenizer: Any, *, guesses: int = 4) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, guesses: int = 4, alternatives: int = 2) -> None:
         super().__init__(model.eval(), tokenizer)
-        self.guesses = guesses
+        self.guesses, self.alternatives = guesses, min(alternatives, guesses)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a large model's tokenizer that is another one.
@@ -121,11 +123,12 @@ class DraftModel(TransformersEngine):
         ids: np.ndarray,
         positions: Tensor,
         attention: RaggedAttention,
-        draw: Callable[..., SampledTokens],
-    ) -> np.ndarray:
-        """Tokens that `draw` draws by this model after it has computed tokens (N,) at positions (N,)."""
+        draw: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `draw` draws by this model after it has computed tokens (N,) at positions (N,)."""
         tokens = torch.from_numpy(np.minimum(ids, self.vocab_size - 1)).to(positions.device)
-        return draw(self._head, self._forward(tokens, positions, attention)).tokens.cpu().numpy()
+        first, second, margin = draw(self._head, self._forward(tokens, positions, attention))
+        return first.cpu().numpy(), second.cpu().numpy(), margin.cpu().numpy()
 
 
 class _ModelDrafts:
@@ -143,25 +146,49 @@ class _ModelDrafts:
         self._model, self._sampler, self._most = model, sampler, most
         self._attention = RaggedAttention(cache, np.repeat(np.arange(len(cache.lengths)), samples), most)
         self._starts = cache.lengths.repeat_interleave(samples)
-        self._held = np.zeros(len(self._starts), dtype=np.int64)
+        rows = len(self._starts)
+        self._chain = np.full((rows, model.guesses), -1)
+        """(B, K) the last guesses, and (B,) the tokens that the rows had before them."""
+        self._before = np.zeros(rows, dtype=np.int64)
 
-    def propose(self, rows: RaggedRows) -> np.ndarray:
+    def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`; what the rows drew since the last time is computed along."""
         lengths, count = rows.lengths, self._model.guesses
-        held = np.minimum(self._held, lengths - 1)
+        tokens = rows.tokens[rows.place]
+        held = self._held(tokens, lengths)
         every = np.arange(int(lengths.max()))
         newer = (every >= held[:, None]) & (every < lengths[:, None])
-        guesses = np.full((len(lengths), count), -1)
-        guesses[:, 0] = self._next(rows.tokens[rows.place][:, : len(every)][newer], held, lengths - held)
+        drawn = [self._next(tokens[:, : len(every)][newer], held, lengths - held)]
         for number in range(1, count):
             # A row at its end writes over its last place, after which nothing is drawn.
             held = np.minimum(lengths + number - 1, self._most - 1)
-            guesses[:, number] = self._next(guesses[:, number - 1], held, np.ones_like(held))
-        self._held = lengths + count - 1
-        return guesses
+            drawn.append(self._next(drawn[-1][0], held, np.ones_like(held)))
+        self._chain, others, margins = (np.stack(each, 1) for each in zip(*drawn, strict=True))
+        self._before = lengths
+        return self._tree(others, np.where(others < 0, np.inf, margins))
 
-    def _next(self, ids: np.ndarray, held: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The tokens after `counts` (B,) tokens of each row, of which the model has `held` (B,) others."""
+    def _held(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """(B,) how many of the rows' tokens (B, T) the model has computed; at least one each is new."""
+        at = self._before[:, None] + np.arange(self._chain.shape[1] - 1)  # the last guess is not computed
+        drawn = np.take_along_axis(tokens, np.minimum(at, self._most - 1), 1)
+        agrees = (self._chain[:, :-1] == drawn) & (at < lengths[:, None])
+        return np.minimum(self._before + np.cumprod(agrees, 1).sum(1), lengths - 1)
+
+    def _tree(self, others: np.ndarray, margins: np.ndarray) -> Guesses:
+        """The chain, and of the tokens (B, K) that came second those that lost by the least (B, K)."""
+        count = self._model.alternatives
+        if not count:
+            return Guesses(self._chain)
+        closest = np.argsort(margins, 1)[:, :count]
+        second = np.take_along_axis(np.where(np.isinf(margins), -1, others), closest, 1)
+        chain = np.tile(np.arange(self._chain.shape[1]) - 1, (len(closest), 1))
+        return Guesses(np.hstack([self._chain, second]), np.hstack([chain, closest - 1]))
+
+    def _next(self, ids: np.ndarray, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The tokens after `counts` (B,) tokens of each row, of which the model has `held` (B,) others.
+
+        With those in second place, and how far behind they are.
+        """
         device = self._starts.device
         rows = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -174,12 +201,13 @@ class _ModelDrafts:
             ids,
             positions,
             self._attention.at_rows(held, counts),
-            lambda head, hidden: self._sampler.draw_at(head, hidden[last], every, steps),
+            lambda head, hidden: self._sampler.draw_two_at(head, hidden[last], every, steps),
         )
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`."""
         index = torch.from_numpy(kept).to(self._starts.device)
-        self._starts, self._held = self._starts[index], self._held[kept]
+        self._starts = self._starts[index]
+        self._chain, self._before = self._chain[kept], self._before[kept]
         self._sampler.keep(index)
         self._attention.keep_rows(index, prompts)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
-from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
+from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 
 MOST = 32
 """Guesses of a row in one pass. More save few passes, and cost much where an early one is wrong."""
@@ -102,7 +102,7 @@ class _WholeDrafts:
         self._table = table
         self._size = np.full(len(table), min(max(1, first), MOST))
 
-    def propose(self, rows: RaggedRows) -> np.ndarray:
+    def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`; each time twice as many as before."""
         place, lengths = rows.place, rows.lengths
         longest = int(lengths.max())
@@ -114,7 +114,7 @@ class _WholeDrafts:
         at = lengths[:, None] + np.arange(int(sizes.max()))
         inside = (at < known.shape[1]) & (np.arange(at.shape[1]) < sizes[:, None])
         guesses = np.take_along_axis(known, np.minimum(at, known.shape[1] - 1), 1)
-        return np.where(inside, guesses, -1)
+        return Guesses(np.where(inside, guesses, -1))
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`; the table goes by place."""
@@ -154,7 +154,7 @@ class _NgramDrafts:
             text = self._texts[prompt * samples]
             _learn(places, text, 1, len(text))
 
-    def propose(self, rows: RaggedRows) -> np.ndarray:
+    def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`; twice as many after all were right, few after one was wrong."""
         guesses = np.full((len(rows.place), self._most), -1)
         for row in np.flatnonzero(rows.alive):
@@ -169,7 +169,7 @@ class _NgramDrafts:
             _learn(places, text, had, end)
             self._guessed[place] = len(guess)
             guesses[row, : len(guess)] = guess
-        return guesses
+        return Guesses(guesses)
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`; texts go by place."""

@@ -165,6 +165,28 @@ class Sampler:
             [self._draw_chunk(head(states), row, step, lambda row: None) for states, row, step in parts]
         )
 
+    def draw_two_at(
+        self, head: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor, steps: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens (M,) of `draw_at`, those (M,) in second place, and by how much (M,) they lost.
+
+        In second place is what another distribution is likeliest to draw there instead: the next one in the
+        race of `SamplingParams.coupled`, or the second likeliest token where nothing is random. It is -1
+        where it is none of the tokens that run by themselves.
+        """
+        params, size = self._params, self._rows_per_chunk
+        drawn = []
+        for states, row, step in zip(hidden.split(size), rows.split(size), steps.split(size), strict=True):
+            logits = self._processed(head(states), row, step, lambda row: None)
+            if self._uniforms is None:
+                best = logits.topk(2, -1)
+                drawn.append((*best.indices.unbind(-1), best.values[:, 0] - best.values[:, 1]))
+            else:
+                wanted = truncated(logits / params.temperature, params).log_softmax(-1)
+                drawn.append(race_two(wanted, self._uniforms[row, step]))
+        first, second, margin = map(torch.cat, zip(*drawn, strict=True))
+        return first, second, margin
+
     def _draw_chunk(
         self,
         logits: Tensor,
@@ -295,15 +317,35 @@ def race(logps: Tensor, uniforms: Tensor) -> Tensor:
         logps: (B, V), -inf for what cannot be drawn.
         uniforms: (B,) float64 in [0, 1), one for each place, of which the noise is hashed.
     """
+    scores, tokens, others = _run_race(logps, uniforms)
+    return _winners(scores.argmax(-1), tokens, others, uniforms)
+
+
+def race_two(logps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens (B,) of `race`, those (B,) in second place or -1, and by how much (B,) they lost."""
+    scores, tokens, others = _run_race(logps, uniforms)
+    best = scores.topk(2, -1)
+    first, second = best.indices.unbind(-1)
+    named = tokens.gather(-1, second[:, None].clamp(max=tokens.shape[-1] - 1))[:, 0]
+    named = named.masked_fill((second == tokens.shape[-1]) | (best.values[:, 1] == -torch.inf), -1)
+    return _winners(first, tokens, others, uniforms), named, best.values[:, 0] - best.values[:, 1]
+
+
+def _run_race(logps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (B, K + 1) of the K likeliest tokens (B, K) and of the others as one, and theirs (B, V) of p."""
     alone, tokens = logps.topk(min(_RUNNERS, logps.shape[-1]), -1)
     alone, noise = alone.double(), _hashed(uniforms, tokens)
     others = logps.exp().scatter_(-1, tokens, 0.0)
     together = others.sum(-1, keepdim=True, dtype=torch.float64).log()
     alone = torch.cat([alone, together], -1)
     noise = torch.cat([noise, _hashed(uniforms, torch.full_like(tokens[:, :1], -1))], -1)
-    winner = (alone - (-noise.log()).log()).argmax(-1, keepdim=True)
-    drawn = tokens.gather(-1, winner.clamp(max=tokens.shape[-1] - 1))[:, 0]
-    rest = winner[:, 0] == tokens.shape[-1]
+    return alone - (-noise.log()).log(), tokens, others
+
+
+def _winners(winner: Tensor, tokens: Tensor, others: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (B,) in these places (B,) of a race; where the others have won, one of them."""
+    drawn = tokens.gather(-1, winner[:, None].clamp(max=tokens.shape[-1] - 1))[:, 0]
+    rest = winner == tokens.shape[-1]
     if rest.any():
         drawn[rest] = invert(
             others[rest].log(), _hashed(uniforms[rest], torch.full_like(tokens[rest, :1], -2))[:, 0]

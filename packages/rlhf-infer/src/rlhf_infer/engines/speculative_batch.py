@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -15,11 +15,26 @@ from rlhf_infer.engines.sampler import SampledTokens, Sampler, remembers
 from rlhf_infer.kv.decode_attention import RaggedAttention, room, take_rows
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What the rows of a batch may draw next.
+
+    Args:
+        tokens: (B, K); -1 after a row's last guess.
+        parents: (B, K) for guesses that form a tree: of each, the place in its row of the one before it, a
+            lower one, or -1 where that is the row's newest token. Guesses after the same one differ. None:
+            each follows the one in the place before it.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray | None = None
+
+
 class RowDrafts(Protocol):
     """Guesses of what the rows of a cohort draw next."""
 
-    def propose(self, rows: RaggedRows) -> np.ndarray:
-        """(B, K) tokens that the rows of the batch may draw next, in order; -1 after the last guess."""
+    def propose(self, rows: RaggedRows) -> Guesses:
+        """Guesses for the rows of the batch."""
         ...
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
@@ -127,28 +142,35 @@ class SpeculativeCohort(Cohort):
         """Whether guesses were asked for in the last pass."""
         self._drafts, self._wanted = drafts, wanted
         self._fed = np.zeros((len(rows.place), 1), dtype=np.int64)
+        """(B, W) each row's newest token and the guesses after it, -1 after the last."""
+        self._parents: np.ndarray | None = None
+        """(B, W) places in `_fed` of the tokens before these, if guesses form a tree."""
         self._counts = np.ones(len(rows.place), dtype=np.int64)
 
     @property
     def positions(self) -> Tensor:
         """(N,) positions of `tokens`."""
         rows, places = self._indices()
-        at = torch.from_numpy(self.rows.lengths[rows] - 1 + places).to(self.tokens.device)
+        at = torch.from_numpy(self.rows.lengths[rows] - 1 + self._depths(rows, places)).to(self.tokens.device)
         return self.starts[torch.from_numpy(rows).to(self.tokens.device)] + at
 
     @property
     def plan(self) -> Any:
         """Attention for the forward pass of `tokens`."""
-        return self._attention.at_rows(self.rows.lengths - 1, self._counts)
+        return self._attention.at_rows(self.rows.lengths - 1, self._counts, self._parents)
 
     def held(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `Cohort.held`; guesses that the last pass computed among them."""
-        lengths = self.rows.lengths
-        if not lengths.any():
-            return self._fed, np.zeros_like(lengths)
-        tokens, (rows, places) = self.rows.tokens[self.rows.place], self._indices()
-        tokens[rows, lengths[rows] - 1 + places] = self._fed[rows, places]
-        return tokens, lengths - 1 + self._counts
+        """See `Cohort.held`."""
+        return self.rows.tokens[self.rows.place], self.rows.lengths
+
+    def forget(self) -> None:
+        """See `Cohort.forget`; guesses are given up too."""
+        super().forget()
+        if self.rows.lengths.any():
+            first = torch.from_numpy(np.cumsum(self._counts) - self._counts).to(self.hidden.device)
+            self.hidden, self.tokens = self.hidden[first], self.tokens[first]
+            self._fed, self._parents = self._fed[:, :1], None
+            self._counts = np.ones_like(self._counts)
 
     @property
     def _ahead(self) -> int:
@@ -157,7 +179,8 @@ class SpeculativeCohort(Cohort):
     def draw(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Draw the tokens after all of `tokens`, and take each row's up to the first that was not guessed."""
         rows, places = self._indices()
-        at = np.minimum(self.rows.lengths[rows] + places, self.params.max_new_tokens - 1)
+        at = self.rows.lengths[rows] + self._depths(rows, places)
+        at = np.minimum(at, self.params.max_new_tokens - 1)
         drawn = self._sampler.draw_at(
             head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
         )
@@ -177,12 +200,35 @@ class SpeculativeCohort(Cohort):
         rows = np.repeat(np.arange(len(self._counts)), self._counts)
         return rows, np.arange(len(rows)) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
 
+    def _depths(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """(N,) tokens between each row's newest one and those at these places, both in `_fed`."""
+        if self._parents is None:
+            return places
+        depths = np.zeros_like(self._parents)
+        for at in range(1, depths.shape[1]):
+            depths[:, at] = 1 + np.take_along_axis(depths, self._parents[:, at : at + 1], 1)[:, 0]
+        return depths[rows, places]
+
+    def _right(self, drawn: np.ndarray) -> np.ndarray:
+        """(B, W) which of `_fed` a row has drawn, given what it draws after each of them (B, W)."""
+        right = np.zeros(drawn.shape, dtype=bool)
+        right[:, 0] = self.rows.alive
+        if self._parents is None:
+            right[:, 1:] = drawn[:, :-1] == self._fed[:, 1:]
+            return np.cumprod(right, 1).astype(bool)
+        for at in range(1, drawn.shape[1]):
+            above = self._parents[:, at : at + 1]
+            expected = np.take_along_axis(drawn, above, 1)[:, 0]
+            right[:, at] = np.take_along_axis(right, above, 1)[:, 0] & (self._fed[:, at] == expected)
+        return right
+
     def _take(self, drawn: SampledTokens, rows: np.ndarray, places: np.ndarray, at: np.ndarray) -> None:
         """Add the tokens that follow guesses that were right, and finish rows that they end."""
         square = np.full(self._fed.shape, -1)
         square[rows, places] = drawn.tokens.cpu().numpy()
-        right = square[:, :-1] == self._fed[:, 1:]  # a guess is right if it is what the row drew there
-        taken = np.cumprod(np.hstack([self.rows.alive[:, None], right]), 1).astype(bool)
+        taken = self._right(square)  # a guess is right if it is what the row drew there
+        if self._parents is not None:
+            self._bring_together(taken)
         ends = np.isin(square, self._ends) & taken
         taken &= np.cumsum(ends, 1) - ends == 0
         before = self.rows.lengths
@@ -190,6 +236,16 @@ class SpeculativeCohort(Cohort):
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")
         self.rows.finish(self.rows.lengths >= self.limits()[self.rows.prompt], "length")
+
+    def _bring_together(self, taken: np.ndarray) -> None:
+        """Put keys and values of the right guesses (B, W) of each row's tree one after the other."""
+        rows, places = np.nonzero(taken)
+        to = (np.cumsum(taken, 1) - 1)[rows, places]
+        moved = places != to
+        if moved.any():
+            rows, places, to = rows[moved], places[moved], to[moved]
+            first = self.rows.lengths[rows] - 1
+            self._attention.move(rows, first + places, first + to)
 
     def _cut_at_stops(self, before: np.ndarray) -> np.ndarray:
         """(B,) the rows with a stop text that ends in a token they got since they had these lengths (B,)."""
@@ -212,10 +268,11 @@ class SpeculativeCohort(Cohort):
         """Make `tokens` of each row's newest token and the guesses after it."""
         rows = self.rows
         lengths = rows.lengths
-        guesses = np.zeros((len(lengths), 0), dtype=np.int64)
+        guesses, parents = np.zeros((len(lengths), 0), dtype=np.int64), None
         self.guessed = self._wanted(int(np.count_nonzero(rows.alive)))
         if self.guessed:
-            guesses = self._drafts.propose(rows)
+            proposed = self._drafts.propose(rows)
+            guesses, parents = proposed.tokens, proposed.parents
         most = self.params.max_new_tokens
         # A guess is worth no further block of keys and values, which `needed_tokens` did not foresee.
         last = min(most - 1, room(int(lengths.max()), most))
@@ -223,16 +280,20 @@ class SpeculativeCohort(Cohort):
         known = np.cumprod(known, 1).astype(bool)
         self._counts = 1 + known.sum(1)
         newest = rows.tokens[rows.place, lengths - 1]
-        self._fed = np.hstack([newest[:, None], np.where(known, guesses, -1)])[:, : int(self._counts.max())]
+        width = int(self._counts.max())
+        self._fed = np.hstack([newest[:, None], np.where(known, guesses, -1)])[:, :width]
+        self._parents = None
+        if parents is not None and width > 1:
+            self._parents = np.hstack([np.zeros_like(newest)[:, None], parents + 1])[:, :width]
         self.tokens = torch.from_numpy(self._fed[self._fed >= 0]).to(device)
 
 
 class _NoDrafts:
     """Nothing is guessed."""
 
-    def propose(self, rows: RaggedRows) -> np.ndarray:
+    def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`."""
-        return np.zeros((len(rows.place), 0), dtype=np.int64)
+        return Guesses(np.zeros((len(rows.place), 0), dtype=np.int64))
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`."""

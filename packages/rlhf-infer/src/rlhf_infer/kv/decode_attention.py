@@ -211,6 +211,7 @@ class DecodeAttention:
 class RaggedAttention(DecodeAttention):
     """The same where rows have any number of tokens, and any number of new ones.
 
+    New tokens of a row follow each other, or form a tree; `move` then brings those of one branch together.
     A row's tokens that turn out not to be part of its completion are written over by later ones. A sliding
     window is seen to only where all rows have as many tokens, and one new one each.
     """
@@ -221,8 +222,17 @@ class RaggedAttention(DecodeAttention):
         super().at_step(step)
         return self
 
-    def at_rows(self, held: np.ndarray, counts: np.ndarray) -> RaggedAttention:
-        """Ready for a pass over `counts` (B,) >= 1 new tokens of each row, which has `held` (B,) already."""
+    def at_rows(
+        self, held: np.ndarray, counts: np.ndarray, parents: np.ndarray | None = None
+    ) -> RaggedAttention:
+        """Ready for a pass over new tokens.
+
+        Args:
+            held: (B,) tokens that each row has already.
+            counts: (B,) >= 1 new ones of each row.
+            parents: (B, W) of each new token but the first, the place among the row's new ones of the one
+                before it, a lower one. None: they follow each other.
+        """
         device = self._cache.lengths.device
         rows = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -233,10 +243,23 @@ class RaggedAttention(DecodeAttention):
             self.at_step(int(held[0]))
         at = [rows, held[rows] + place, rows * self._width + place]
         self._rows, self._places, self._squares = torch.from_numpy(np.stack(at)).to(device)
-        last = torch.from_numpy(held).to(device)[:, None] + torch.arange(self._width, device=device)
-        unseen = torch.arange(self._end, device=device) > last[:, :, None]
-        self._unseen = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, -torch.inf)
+        after = torch.arange(self._end, device=device) - torch.from_numpy(held).to(device)[:, None]
+        new = torch.arange(self._width, device=device)[:, None]
+        seen = after[:, None] <= new
+        if parents is not None:
+            above = torch.from_numpy(_ancestors(parents)).to(device)
+            places = after.clamp(0, self._width - 1)[:, None].expand(-1, self._width, -1)
+            seen = (after < 0)[:, None] | (seen & above.gather(2, places))
+        self._unseen = torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)
+        self._whole_unseen = None
         return self
+
+    def move(self, rows: np.ndarray, places: np.ndarray, to: np.ndarray) -> None:
+        """Copy keys and values of rows (M,) from places (M,) to other ones (M,), all layers' at once."""
+        at, source, target = torch.from_numpy(np.stack([rows, places, to])).to(self._cache.lengths.device)
+        for pair in self._own.values():
+            for x in pair:
+                x[at, :, target] = x[at, :, source]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -254,14 +277,30 @@ class RaggedAttention(DecodeAttention):
             square = square.new_zeros(rows * width, heads, size).index_copy_(0, self._squares, square)
         square = square.view(rows, width, kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
         repeat = heads // kv_heads
-        unseen = self._unseen.repeat_interleave(repeat, 1)[:, None]
-        seen = own_key[:, :, : self._end], own_value[:, :, : self._end]
-        mixed, total = mix(square, *seen, options.softcap, unseen)
-        slots = mix(self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None))
-        on_prompt, prompt_total = (self._from_slots(x, width * repeat) for x in slots)
-        mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total)).to(value.dtype)
+        if layer in self._whole and options.softcap is None:
+            whole = (x[:, :, : self._cache.longest + self._end] for x in self._whole[layer])
+            unseen = self._unseen_of_whole(repeat, square.dtype)
+            mixed = scaled_dot_product_attention(square, *whole, attn_mask=unseen, scale=1.0)
+        else:
+            unseen = self._unseen.repeat_interleave(repeat, 1)[:, None]
+            seen = own_key[:, :, : self._end], own_value[:, :, : self._end]
+            mixed, total = mix(square, *seen, options.softcap, unseen)
+            slots = mix(
+                self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None)
+            )
+            on_prompt, prompt_total = (self._from_slots(x, width * repeat) for x in slots)
+            mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total))
+        mixed = mixed.to(value.dtype)
         flat = mixed.unflatten(2, (width, repeat)).transpose(1, 2).reshape(rows * width, heads, size)
         return flat if self._even else flat[self._squares]
+
+    def _unseen_of_whole(self, repeat: int, dtype: torch.dtype) -> Tensor:
+        """(B, 1, W·repeat, L + end): -inf for what new tokens do not see of prompts and rows together."""
+        if self._whole_unseen is None:
+            shared = self._hidden(None)[:, 0].expand(-1, self._width, -1)
+            unseen = torch.cat([shared, self._unseen], -1).repeat_interleave(repeat, 1)
+            self._whole_unseen = unseen[:, None].to(dtype)
+        return self._whole_unseen
 
 
 def take_rows(
@@ -300,6 +339,15 @@ def _stacked(
             whole[first : first + len(rows), :, :width] = part[rows, :, :width]
         first += len(rows)
     return stacked[0], stacked[1]
+
+
+def _ancestors(parents: np.ndarray) -> np.ndarray:
+    """(B, W, W): whether a token is another one or comes before it, by `parents` (B, W) as in `at_rows`."""
+    count, width = parents.shape
+    found = np.repeat(np.eye(width, dtype=bool)[None], count, 0)
+    for at in range(1, width):
+        found[:, at] |= found[np.arange(count), parents[:, at]]
+    return found
 
 
 class JoinedAttention:
