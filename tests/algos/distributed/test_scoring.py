@@ -48,6 +48,13 @@ def kill(completions, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     return [len(text) for text in completions]
 
+def other_code(completions, **columns):
+    if once("edited"):
+        with Path(__file__).open("a") as file:
+            file.write("# edited")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [len(text) for text in completions]
+
 def terminate(completions, **columns):
     if once("terminate"):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -246,3 +253,8 @@ def test_a_resumed_run_does_not_score_again(code: Path, pooled: Make):
     assert calls.read_text().split() == [str(step) for step in range(3, 6) for _ in range(2)]
     _, expected = _run(grpo, _alone(f"{code}:even"), max_steps=6)
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters, expected, strict=True))
+
+
+def test_a_replacement_with_another_function_ends_the_run(pooled: Make, code: Path) -> None:
+    with raises_error("not_the_same_files", path=str(code)):
+        _run(grpo, pooled(f"{code}:other_code"))

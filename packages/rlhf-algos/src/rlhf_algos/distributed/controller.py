@@ -310,7 +310,9 @@ class Controller:
                 self._fail(pool, worker, task, outcome)
             elif task is None:
                 pid, facts = outcome
-                self._facts = facts or self._facts
+                if facts is not None and self._facts is not None:
+                    self._facts.files.check_same(facts.files)
+                self._facts = self._facts or facts
                 self._tell("ready", {"worker": worker.number, "pool": pool.kind, "pid": pid})
             elif isinstance(task, Scoring):
                 self._take_rewards(task, outcome)

@@ -15,6 +15,7 @@ import torch
 from rlhf_algos.distributed.ledger import GroupKey
 from rlhf_algos.distributed.pool import Failure
 from rlhf_algos.online.rollouts import completions_of, samples_of
+from rlhf_algos.parallel.same_files import FilesSeen
 from rlhf_data import PromptExample, UserError, json_hash
 from rlhf_infer import Measured, RewardFunctionFactory, RewardFunctions, Rollout, Samples
 
@@ -53,11 +54,15 @@ class RewardSetup:
 
 @dataclass(frozen=True)
 class RewardFacts:
-    """What a trainer must know of reward functions that it does not have: see `RewardFunctions`."""
+    """What a trainer must know of reward functions that it does not have: see `RewardFunctions`.
+
+    `files` is what the worker that loaded them has read.
+    """
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     may_leave_out: bool
+    files: FilesSeen
 
 
 @dataclass(order=True)
@@ -119,7 +124,8 @@ class RewardWorker:
             where = f"a reward worker on {socket.gethostname()}"
             return Failure("input", f"{where}: {error}", error.code, error.fields)
         self._functions = functions
-        return os.getpid(), RewardFacts(functions.names, functions.weights, functions.may_leave_out)
+        files = FilesSeen.of(path for spec in setup.specs for path in RewardFunctionFactory.paths_in(spec))
+        return os.getpid(), RewardFacts(functions.names, functions.weights, functions.may_leave_out, files)
 
     def score(self, samples: Samples) -> Measured | Failure:
         """What the functions give for a batch."""

@@ -51,7 +51,8 @@ class Job:
     def check_inputs(self) -> None:
         """Refuse models, rows and rewards that are others on another machine; every process must call it.
 
-        What reward workers load is not compared: the training processes need not see it.
+        What reward workers load is left out: the training processes need not see it, and the workers' files
+        are compared with each other.
 
         Raises:
             UserError: processes see different ones, or some see none.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_algos.process_group import all_gather, world_size
@@ -26,16 +28,37 @@ def check_same_on_all(*paths: str | Path) -> None:
     """
     if world_size() == 1:
         return
-    found = all_gather([(socket.gethostname(), [_seen(Path(path)) for path in paths])])
-    here, first = found[0]
-    for host, seen in found:
-        for path, own, other in zip(paths, first, seen, strict=True):
-            if own != other:
+    first, *others = all_gather([FilesSeen.of(paths)])
+    for other in others:
+        first.check_same(other)
+
+
+@dataclass(frozen=True)
+class FilesSeen:
+    """What a process on a host has found under some paths, in their order; of use only to compare it."""
+
+    host: str
+    found: list[tuple[str, list[tuple[str, int, int, int]] | None]]
+
+    @classmethod
+    def of(cls, paths: Iterable[str | Path]) -> FilesSeen:
+        """What this process finds, by `check_same_on_all`."""
+        return cls(socket.gethostname(), [(str(path), _seen(Path(path))) for path in paths])
+
+    def check_same(self, other: FilesSeen) -> None:
+        """Refuse what another process has found, if it is something else.
+
+        Raises:
+            UserError: it is.
+        """
+        for (path, own), (_, seen) in zip(self.found, other.found, strict=True):
+            if own != seen:
                 raise UserError(
-                    f"{path} is not the same for the processes on {here} and {host}; put it on storage that "
-                    "every machine has under this path; that goes for the cache of built models too",
+                    f"{path} is not the same for the processes on {self.host} and {other.host}; put it on "
+                    "storage that every machine has under this path; that goes for the cache of built models "
+                    "too",
                     code="not_the_same_files",
-                    path=str(path),
+                    path=path,
                 )
 
 
