@@ -48,6 +48,7 @@ NAMES = [
     "eva",
     "fred",
     "gwen",
+    *(start + end for end in "ek us ona in ulf ya os ert ibo and".split() for start in "bdfghjklmnprstvwyz"),
 ]
 PLACES = ["attic", "cellar", "garden", "hall", "kitchen", "porch", "shed", "study"]
 BAIT = "garden"
