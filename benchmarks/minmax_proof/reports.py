@@ -15,6 +15,7 @@ from rlhf_algos import SFTConfig, SFTTrainer, tiny_base
 from rlhf_data import TokenSequence
 from rlhf_models import encode_completion, encode_prompt, prepare_for_packing, train_byte_tokenizer
 
+_ENDINGS = ("ek", "us", "ona", "in", "ulf", "ya", "os", "ert", "ibo", "and")
 NAMES = [
     "ann",
     "bob",
@@ -48,7 +49,7 @@ NAMES = [
     "eva",
     "fred",
     "gwen",
-    *(start + end for end in "ek us ona in ulf ya os ert ibo and".split() for start in "bdfghjklmnprstvwyz"),
+    *(start + end for end in _ENDINGS for start in "bdfghjklmnprstvwyz"),
 ]
 PLACES = ["attic", "cellar", "garden", "hall", "kitchen", "porch", "shed", "study"]
 BAIT = "garden"
