@@ -205,6 +205,7 @@ def test_one_file_of_preferences_is_compared_with_its_baseline(tmp_path: Path, c
     assert found["models"][0]["controlled"]["length"]["method"].startswith("logistic")
 
 
+@pytest.mark.slow
 @needs_data
 def test_alpaca_eval_is_what_is_published(tmp_path: Path, compare) -> None:
     published = json.loads((DATA / "published.json").read_text())

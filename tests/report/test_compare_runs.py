@@ -74,6 +74,7 @@ def measures(found: dict[str, Any], group: str) -> dict[str, Any]:
     return own
 
 
+@pytest.mark.slow
 def test_a_better_method_is_called_better(compare: Compare) -> None:
     write_seeds("grpo", [1.0, 1.1, 0.9, 1.05, 0.95])
     write_seeds("ppo", [0.5, 0.6, 0.4, 0.55, 0.45])
@@ -154,6 +155,7 @@ def test_a_comparison_at_equal_budgets_says_what_on_what_and_that_prompts_were_t
     assert found["plan"] is None
 
 
+@pytest.mark.slow
 def test_names_make_groups(compare: Compare) -> None:
     for i, beta in enumerate((0.1, 0.1, 0.4, 0.4)):
         write(f"r{i}", rows(beta, seed=i), method="grpo", seed=i, beta=beta)

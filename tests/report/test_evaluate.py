@@ -154,6 +154,7 @@ def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
     assert any("1 rows of pairs.jsonl" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_a_judge_behind_an_api_is_asked_in_both_orders(folder: Path, fake: Any) -> None:
     """It says yes at 90% to whatever stands first: biased, and undecided in the end."""
     yes = fake.completion("yes", {"yes": math.log(0.9), "no": math.log(0.1)})

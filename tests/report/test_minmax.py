@@ -36,6 +36,7 @@ def test_the_report_begins_with_what_was_done_and_what_came_out(run: RunFolder, 
     assert (run.path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_opening_names_the_parts_that_the_game_had(run: RunFolder) -> None:
     def opening(**changes: dict[str, object]) -> str:
         run.write_config({"data": {"world": "reports"}, "training": {"batch_size": 32}, **changes})

@@ -255,6 +255,7 @@ def test_nothing_is_drawn_in_vain(client: Any) -> None:
     assert refused(create, **TEXT, echo=True, stream=True)["param"] == "echo"
 
 
+@pytest.mark.slow
 def test_lengths(client: Any, server: Any) -> None:
     free = {key: value for key, value in ASK.items() if key != "max_tokens"}
     usage = client.chat.completions.create(**free, extra_body={"ignore_eos": True}).usage

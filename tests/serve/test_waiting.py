@@ -17,6 +17,7 @@ SHORT: dict[str, Any] = {"model": MODEL, "prompt": "where", "max_tokens": 2, "se
 KEY = "a-key-of-sixteen-or-more"
 
 
+@pytest.mark.slow
 def test_the_deadline_counts_from_arrival(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits in the queue until its deadline gets none of a second one."""
     monkeypatch.setattr(generation, "PAUSE_S", 0.1)

@@ -122,6 +122,7 @@ def test_data_files(refused: Refused, rows_file: Writes, tmp_path: Path) -> None
     assert "no training row" in refused("--train-data", same, "--eval-data", same)
 
 
+@pytest.mark.slow
 def test_model_folders(refused: Refused, model_folder: Writes, tmp_path: Path) -> None:
     assert "does not exist" in refused("--model", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -56,6 +56,7 @@ def tree(tmp_path: Path, tiny_model_folder: Path) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_adapters_and_runs_from_another_folder(
     call: Callable[..., Result], tree: Path, tmp_path: Path
 ) -> None:

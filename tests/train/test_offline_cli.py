@@ -58,6 +58,7 @@ def test_a_run_leaves_a_model_and_everything_about_it(
     assert "step 2/2  loss" in printed and "Held-out rows" in printed
 
 
+@pytest.mark.slow
 def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_algos.jobs.tiny_models
 
@@ -122,6 +123,7 @@ def test_a_signal_saves_and_says_how_to_continue(
     assert read_json("run/results.json")["resumed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", by_default(["constant", "linear"], "linear"))
 def test_a_finished_run_is_extended(train: Train, tiny_model_folder: Path, schedule: str) -> None:
     options = ("dpo", "--model", tiny_model_folder, *FEW, "--set=learning_rate=1e-3")

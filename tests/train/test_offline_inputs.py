@@ -228,6 +228,7 @@ def test_what_evaluation_does_not_give_cannot_pick_the_best(
     assert "eval_acc" in message and "eval_loss" in message
 
 
+@pytest.mark.slow
 def test_a_run_stands_for_its_model_and_a_reward_model_is_no_language_model(
     train: Train, train_refused: Refused, tmp_path: Path, tiny_model_folder: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_dry_run_looks_at_rewards_and_value_model(train: Train, model: Path) -
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_are_trained_against_the_model_without_them(train: Train, model: Path, method: str) -> None:
     lora = ("--set=use_peft=true", "--set=lora_r=2", "--set=gradient_checkpointing=true")
@@ -252,6 +253,7 @@ def test_best_checkpoint_and_early_stopping(train: Train, model: Path) -> None:
     assert read_json("run/results.json")["after"]["eval_reward"] == pytest.approx(max(rewards))
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_says_how_to_continue(
     train: Train, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_signal_saves_and_says_how_to_continue(
     assert metrics_of(Path("run")) == metrics_of(Path("whole"))
 
 
+@pytest.mark.slow
 def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_algos.jobs.tiny_models
 

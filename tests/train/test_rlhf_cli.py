@@ -111,6 +111,7 @@ def test_each_stage_starts_from_what_the_one_before_it_left(whole: Whole) -> Non
     assert any(not bool((start[name] == end[name]).all()) for name in start)
 
 
+@pytest.mark.slow
 def test_the_run_s_own_config_is_a_config_file(train: Train, whole: Whole) -> None:
     config = read_json(whole.run / "config.json")
     assert config["method"] == "rlhf" and config["stages"] == list(STAGES)

@@ -230,6 +230,7 @@ def test_best_model_of_a_sharded_run_is_refused():
         SFTConfig.from_dict({"load_best_model_at_end": True, "fsdp": True})
 
 
+@pytest.mark.slow
 def test_debug_switches_write_and_draw(tmp_path):
     run = RunFolder.create(tmp_path / "run")
     tokenizer = train_byte_tokenizer(["some text"], vocab_size=300)

@@ -44,6 +44,7 @@ def completions_of(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
     return [[rollout.completion_ids for rollout in group] for step in drawn for group in step], passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [grpo, ppo])
 def test_speculation_changes_no_completion_and_saves_passes(
     make: Any, monkeypatch: pytest.MonkeyPatch

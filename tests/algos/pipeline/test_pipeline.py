@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from quick_pipelines import CHOSEN, DATA, LABELLED, started
 from raises import raises_error
 from rlhf_algos.pipeline.config import PipelineConfig, Selection
 from rlhf_algos.pipeline.kinds import KINDS
-from rlhf_algos.pipeline.launch import launcher
+from rlhf_algos.pipeline.launch import launch, launcher
+from rlhf_algos.pipeline.results import HISTORY
 from rlhf_algos.pipeline.runner import Pipeline
+from rlhf_data import RunFolder
 
 
 def test_a_second_run_does_nothing_and_a_change_runs_what_depends_on_it(run: Any, tmp_path: Path) -> None:
@@ -38,6 +41,7 @@ def test_a_second_run_does_nothing_and_a_change_runs_what_depends_on_it(run: Any
     assert started(run(renamed)) == []  # a name is no part of what a result is made of
 
 
+@pytest.mark.slow
 def test_a_changed_file_and_a_lost_result_run_again(run: Any, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": "a", "completion": "b"}
@@ -248,6 +252,38 @@ def test_a_stage_ends_when_its_pipeline_is_killed(tmp_path: Path) -> None:
     time.sleep(0.3)
     assert beat.stat().st_size == size
     assert (tmp_path / "log").read_text() == "next\n"
+
+
+def test_a_stage_waits_for_what_a_killed_pipeline_has_left(run: Any, tmp_path: Path) -> None:
+    """A stage's process that is slow to end still writes what decides whether the stage is continued."""
+    folder = tmp_path / "run" / run({"data": DATA}).store.entries["data"]["folder"]
+    [address] = {
+        row["address"] for row in RunFolder(tmp_path / "run").read_lines(HISTORY) if "address" in row
+    }
+    shutil.rmtree(tmp_path / "run")
+    folder.mkdir(parents=True)
+    late = (
+        "import fcntl, pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "held = (folder / 'lock').open('a')\n"
+        "fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "(folder / 'holds').touch()\n"
+        "time.sleep(2)\n"
+        "(folder / 'late').touch()\n"
+    )
+    seen: list[bool] = []
+
+    def launched(stage: Any, settings: dict[str, Any], there: Path) -> int:
+        seen.append((there / "late").exists())
+        return launch(stage, settings, there)
+
+    with subprocess.Popen([sys.executable, "-c", late, str(folder)]):
+        _until((folder / "holds").exists)
+        config = PipelineConfig.from_dict({"stages": {"data": DATA}})
+        pipeline = Pipeline(config, tmp_path / "run", launch=launched)
+        pipeline.store.log("started", "data", address=address)
+        pipeline.run()
+    assert seen == [True]
 
 
 def _until(condition: Any) -> None:

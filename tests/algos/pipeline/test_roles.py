@@ -17,6 +17,7 @@ from rlhf_algos.pipeline.config import PipelineConfig
 from rlhf_algos.pipeline.runner import Pipeline
 
 
+@pytest.mark.slow
 def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
     run: Any, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_ratings_of_a_canary_are_judged_again_when_there_are_more(run: Any, tmp_
     assert not (tmp_path / "run/current/policy").is_symlink()
 
 
+@pytest.mark.slow
 def test_a_promotion_that_is_withdrawn_gives_the_role_back(run: Any, tmp_path: Path) -> None:
     """The second round's model is accepted, then rejected: the first round's has the role, not the start."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
@@ -152,6 +154,7 @@ def test_a_model_that_passed_twice_loses_its_role_to_the_one_before(run: Any, tm
     assert events == [("promoted", "first"), ("promoted", "canary"), ("withdrawn", "canary")]
 
 
+@pytest.mark.slow
 def test_a_model_that_lost_its_role_does_not_get_it_back(run: Any, tmp_path: Path) -> None:
     """The second is rejected while the third has the role; when that is rejected, too, the first has it."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
@@ -173,6 +176,7 @@ def test_a_model_that_lost_its_role_does_not_get_it_back(run: Any, tmp_path: Pat
     assert held == ["third", "third", "first"]
 
 
+@pytest.mark.slow
 def test_a_verdict_that_can_no_longer_decide_moves_no_role(run: Any, tmp_path: Path) -> None:
     """An emptied file of ratings says nothing against the model that was promoted."""
     made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
@@ -185,6 +189,7 @@ def test_a_verdict_that_can_no_longer_decide_moves_no_role(run: Any, tmp_path: P
     assert again.store.held["policy"] == promoted and (tmp_path / "run/current/policy").is_symlink()
 
 
+@pytest.mark.slow
 def test_ratings_of_another_model_do_not_count_for_the_candidate(run: Any, tmp_path: Path) -> None:
     """A canary of another round got them; they count for what the candidate is compared with."""
     made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
@@ -254,6 +259,7 @@ def test_a_plan_says_that_a_gate_waits_for_the_role_that_it_compares_with(run: A
         assert planned["second"] == state and planned["first"] == "to run"
 
 
+@pytest.mark.slow
 def test_a_model_that_another_gate_accepts_stays(run: Any, tmp_path: Path) -> None:
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
     for measured in (good, bad):
@@ -362,6 +368,7 @@ def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     assert link.resolve() == again.root.joinpath(again.store.entries["chosen"]["folder"]).resolve()
 
 
+@pytest.mark.slow
 def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> None:
     good = report(tmp_path / "good", sums=[1.0] * 400)
     bad = report(tmp_path / "bad-2", sums=[0.0] * 400)

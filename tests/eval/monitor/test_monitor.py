@@ -174,6 +174,7 @@ def test_sparklines_are_even_in_steps() -> None:
     assert sparkline(crowded, 4) == "▁▁█"  # means of quarters, one of them empty
 
 
+@pytest.mark.slow
 def test_the_page_shows_everything_and_escapes_names(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "a<b>")
     for row in rows(kl=5.0):

@@ -120,6 +120,7 @@ def test_groups_have_interquartile_means_and_say_what_is_missing() -> None:
     assert summarise_group([4.0]).low is None and summarise_group([None]).value is None
 
 
+@pytest.mark.slow
 def test_more_seeds_narrow_the_interval() -> None:
     def width(count: int) -> float:
         scores = np.random.default_rng(0).normal(size=(40, count))

@@ -42,6 +42,7 @@ def test_requests_together_get_what_each_gets_alone(name: str, lively_model: Any
     batcher.close()
 
 
+@pytest.mark.slow
 def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(max_position_embeddings=512), LetterTokenizer())
     engine.eos_token_ids = [10**6]

@@ -156,6 +156,7 @@ def test_a_unit_in_a_sentence() -> None:
     assert Factory.math()(texts, answer=[r"5\text{ cm}"] * 3) == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_does_not_end_is_wrong_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     logged: dict[str, float] = {}
     reward = Factory.math(timeout_s=2.0)

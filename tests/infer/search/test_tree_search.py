@@ -240,6 +240,7 @@ def test_a_damaged_file_is_no_tree(engine: TransformersEngine, tmp_path: Path) -
         read_trees(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_search_pays_with_a_good_process_reward_only(planted: Any) -> None:
     planted.ARMS = {name: planted.ARMS[name] for name in ("best-of-n", "dvts", "mcts")}
     found = {

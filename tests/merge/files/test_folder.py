@@ -138,6 +138,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_what_is_fetched_and_what_is_refused(client: Client) -> None:
     """Then, offline, the same from the cache, and a refusal of what is not in it."""
     wanted = [(name, None) for name in FETCHED]

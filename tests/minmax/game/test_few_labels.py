@@ -123,6 +123,7 @@ def test_few_labels_come_often_and_in_turn(make_game: Callable[..., Any]) -> Non
     assert MinMaxTrainer(pipeline, pipeline.config, few)._next_criticised() is None
 
 
+@pytest.mark.slow
 def test_the_judge_counts_for_the_monitor_as_its_weight_says(
     make_game: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

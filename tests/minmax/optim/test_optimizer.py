@@ -98,6 +98,7 @@ def test_cutting_by_tokens_changes_nothing(make_game):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.slow
 @each_kind
 def test_the_kl_stop_ends_the_updates(make_game, kind):
     moved = []

@@ -170,6 +170,7 @@ def test_a_policy_that_learns_in_few_steps_is_warned_of(rows: Rows) -> None:
     assert not any("learns in" in text for text in enough)  # 3 of warm-up, 11 of the policy
 
 
+@pytest.mark.slow
 def test_the_time_to_build_is_said_beforehand(rows: Rows, tmp_path: Path) -> None:
     config = config_of(rows(), "force=true", "demo.pretrain_steps=200")
     one = time_to_build(config_of(rows(), "force=true"), checked(config))
@@ -327,6 +328,7 @@ def test_a_flaw_is_planted_unless_a_player_is_named(overrides: tuple[str, ...], 
     assert config.demo_settings().flawed_reward is flawed
 
 
+@pytest.mark.slow
 def test_a_pass_without_a_seed_differs_from_the_one_before(make_game: Callable[..., Any]) -> None:
     def texts(pipeline: Any, **seed: int) -> list[str]:
         return [answer.text for answer in pipeline.forward_pass(stories.train[:4], **seed).answers]

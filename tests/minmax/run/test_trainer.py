@@ -35,6 +35,7 @@ def run_kinds(everything):
 KINDS = [(kind, game) for kind in ("lora", "full", "critic", "everything", "few") for game in (True, False)]
 
 
+@pytest.mark.slow
 def test_a_policy_that_words_its_answers_otherwise_is_reported(make_game, tmp_path, scripted):
     for template, expected in ((" it is {choice} .", 0.0), ("{choice}", 1.0)):
         trainer = trainer_of(make_game, tmp_path / str(expected), f"game.answer_template='{template}'")
@@ -101,6 +102,7 @@ def equal(a, b):
 
 
 # Labels are of the game; without an adversary few are as good as many.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     by_default(
@@ -168,6 +170,7 @@ def test_steps_after_the_last_checkpoint_are_played_again(make_game, tmp_path, k
     assert equal(weights(whole), weights(resumed))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_half_written_is_not_resumed_from(make_game, tmp_path):
     trainer = trainer_of(make_game, tmp_path, "training.max_steps=2")
     trainer.train()
@@ -208,6 +211,7 @@ def test_plain_training_leaves_the_monitor_alone_and_makes_as_many_policy_update
     assert not any(key.startswith(("monitor/", "dual/")) for row in rows(tmp_path / "plain") for key in row)
 
 
+@pytest.mark.slow
 def test_an_epoch_visits_every_story_once(make_game, tmp_path):
     trainer = trainer_of(make_game, tmp_path, "training.max_steps=6")
     seen = []
@@ -228,6 +232,7 @@ def test_steps_from_epochs(make_game, tmp_path):
     assert trainer.total_steps == 6  # ceil(5 / 2) = 3 a pass
 
 
+@pytest.mark.slow
 def test_metrics_rows_hold_what_a_reader_needs(make_game, tmp_path):
     trainer_of(make_game, tmp_path).train()
     row = RunFolder(tmp_path).read_metrics()[-1]

@@ -182,6 +182,7 @@ def test_the_active_adapter_comes_back(scorers: dict[str, Any]) -> None:
     assert len(pipeline.answer(pipeline.players.policy, stories.train[:1], 2, seed=0)) == 2
 
 
+@pytest.mark.slow
 def test_players_do_not_notice_adapters_beside_theirs(scorers: dict[str, Any]) -> None:
     """Reward model and judge score by models of their own in both games, so that nothing else differs."""
     apart = altered(scorers, reward_model={"share_backbone": False}, judge_model={"share_backbone": False})
@@ -213,6 +214,7 @@ def test_players_do_not_notice_adapters_beside_theirs(scorers: dict[str, Any]) -
     assert torch.equal(*references)
 
 
+@pytest.mark.slow
 def test_a_resumed_game_repeats_one_that_was_not_stopped(scorers: dict[str, Any], tmp_path: Path) -> None:
     config = MinMaxConfig.from_dict(scorers)
 

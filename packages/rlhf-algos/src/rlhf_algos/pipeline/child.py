@@ -29,9 +29,7 @@ _PATIENCE_S = 60.0
 
 def main(lock: str, log: str, words: Sequence[str]) -> int:
     """Run a command; its exit code, 128 plus the signal's number where one ended it."""
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    handle = take_lock(lock)
     if select.select([sys.stdin.fileno()], [], [], 0)[0]:  # the pipeline has ended while this waited
         return 143
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,6 +48,14 @@ def main(lock: str, log: str, words: Sequence[str]) -> int:
     code = process.wait()
     _signal_all(process.pid, signal.SIGKILL)  # what it has left behind
     return code if code >= 0 else 128 - code
+
+
+def take_lock(lock: str) -> int:
+    """A handle that holds a lock, once no other process does; whoever closes it gives the lock back."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
 
 
 def _default_signals() -> None:

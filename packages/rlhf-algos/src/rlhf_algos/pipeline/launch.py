@@ -15,6 +15,7 @@ from rlhf_algos.pipeline.config import Stage
 from rlhf_algos.pipeline.kinds import KINDS
 from rlhf_data import UserError
 
+_LOCK = "lock"
 LOG = "log.txt"
 """What a stage's processes printed."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -35,7 +36,7 @@ def launch(stage: Stage, settings: dict[str, Any], folder: Path) -> int:
             code="missing_package",
             package=name,
         )
-    guard = [sys.executable, child.__file__, str(folder / "lock"), str(folder / LOG)]
+    guard = [sys.executable, child.__file__, str(folder / _LOCK), str(folder / LOG)]
     process = subprocess.Popen(
         [*guard, *launcher(stage.launch), module, *arguments],
         stdin=subprocess.PIPE,
@@ -48,6 +49,15 @@ def launch(stage: Stage, settings: dict[str, Any], folder: Path) -> int:
     finally:
         process.stdin.close()  # if the stage still runs the guard ends it; it may write a checkpoint first
         process.wait()
+
+
+def wait_for_the_last(folder: Path) -> None:
+    """Wait for the stage's process of a pipeline that was killed, which ends with it, but not at once.
+
+    Until then it may still write into the folder, from which it is decided how the stage goes on.
+    """
+    if (folder / _LOCK).exists():
+        os.close(child.take_lock(str(folder / _LOCK)))
 
 
 def launcher(launch: int | str | None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_algos.pipeline.config import PipelineConfig, Selection, Stage
 from rlhf_algos.pipeline.kinds import KINDS, SETTINGS
-from rlhf_algos.pipeline.launch import last_line, launch
+from rlhf_algos.pipeline.launch import last_line, launch, wait_for_the_last
 from rlhf_algos.pipeline.measured import collapse_alarms, metrics_of
 from rlhf_algos.pipeline.references import Reference, named_files, references_in, replaced
 from rlhf_algos.pipeline.results import HUB, Artefact, Current, ResultStore
@@ -217,6 +217,7 @@ class Pipeline:
         """Run a stage's process, as often as it may be tried again; its result."""
         stage, store = planned.stage, self.store
         folder = store.folder(stage.kind, planned.address)
+        wait_for_the_last(folder)
         if (aside := store.set_aside(folder, planned.address)) is not None:
             self.on_event("changed", stage.name, f"runs again; kept as {aside}")
         store.log("started", stage.name, address=planned.address)  # first, or the folder would be set aside
@@ -225,9 +226,8 @@ class Pipeline:
         atomic_write_json(folder / SETTINGS, planned.settings)
         began = time.monotonic()
         self.on_event("started", stage.name, str(folder))
-        done = KINDS[stage.kind].done
         for attempt in range(stage.retries + 1):
-            finished = done and (folder / done).exists()
+            finished = (done := KINDS[stage.kind].done) and (folder / done).exists()
             code = 0 if finished else self.launch(stage, planned.settings, folder)
             if code == 0:
                 break
