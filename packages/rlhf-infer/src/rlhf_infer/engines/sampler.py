@@ -334,12 +334,10 @@ def race_two(logps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _run_race(logps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (B, K + 1) of the K likeliest tokens (B, K) and of the others as one, and theirs (B, V) of p."""
     alone, tokens = logps.topk(min(_RUNNERS, logps.shape[-1]), -1)
-    alone, noise = alone.double(), _hashed(uniforms, tokens)
     others = logps.exp().scatter_(-1, tokens, 0.0)
-    together = others.sum(-1, keepdim=True, dtype=torch.float64).log()
-    alone = torch.cat([alone, together], -1)
-    noise = torch.cat([noise, _hashed(uniforms, torch.full_like(tokens[:, :1], -1))], -1)
-    return alone - (-noise.log()).log(), tokens, others
+    together = others.sum(-1, keepdim=True, dtype=torch.float64).log_()
+    noise = _hashed(uniforms, pad(tokens, (0, 1), value=-1))
+    return torch.cat([alone, together], -1).sub_(noise.log_().neg_().log_()), tokens, others
 
 
 def _winners(winner: Tensor, tokens: Tensor, others: Tensor, uniforms: Tensor) -> Tensor:
@@ -356,11 +354,11 @@ def _winners(winner: Tensor, tokens: Tensor, others: Tensor, uniforms: Tensor) -
 def _hashed(uniforms: Tensor, tokens: Tensor) -> Tensor:
     """(B, K) float64 in (0, 1): SplitMix64's finaliser over a place's uniform (B,) and tokens (B, K)."""
     state = (uniforms * (1 << 53)).long()[:, None] * _signed(0x9E3779B97F4A7C15)
-    state = state + tokens * _signed(0xD1342543DE82EF95)
+    state = tokens * _signed(0xD1342543DE82EF95) + state
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    state = state ^ ((state >> 31) & ((1 << 33) - 1))
-    return (((state >> 11) & ((1 << 53) - 1)).double() + 0.5) / (1 << 53)
+        state.bitwise_xor_((state >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    state.bitwise_xor_((state >> 31).bitwise_and_((1 << 33) - 1))
+    return (state >> 11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
 
 
 def _signed(word: int) -> int:
