@@ -202,3 +202,19 @@ def test_tokens_of_a_tree_see_their_ancestors_only() -> None:
     attention.move(np.array([0]), np.array([5]), np.array([3]))
     own_key, _ = attention._own[0]
     torch.testing.assert_close(own_key[0, :, 3], new[1][3])
+
+
+def test_no_more_is_guessed_than_a_completion_has_left(lively_model: Any, passes: list[int]) -> None:
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
+    params = SamplingParams(12, seed=2, ignore_eos=True, coupled=True)
+    expected = engine.generate(PROMPTS, 2, params)
+    draft = DraftModel(engine.model, LetterTokenizer(), guesses=10_000)
+    draft.measured = False
+    decoder = SpeculativeDecoder(engine.model, LetterTokenizer(), draft)
+    passes.clear()
+    assert_same(decoder.generate(PROMPTS, 2, params), expected)
+    # Both models compute the prompts. The draft model guesses 10 tokens in as many passes, all of them right;
+    # the last of 12 is drawn after them.
+    assert len(passes) == 2 + 10 + 1
+    assert decoder.right_guesses == len(PROMPTS) * 2 * 10
+    assert decoder.guesses >= decoder.right_guesses

@@ -203,3 +203,19 @@ def test_unusable_prompts_and_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="n must be at least 1"):
         engine.generate([[3]], 0, SamplingParams(8))
     assert engine.generate([], 2, SamplingParams(8)) == []
+
+
+def test_longrope_ends_where_its_frequencies_change(tokenizer: Any) -> None:
+    """Beyond, a text's keys would be rotated by two sets of frequencies, and those of other texts with it."""
+    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    half = make_model("llama").config.head_dim // 2
+    rope |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
+    model = make_model("llama", max_position_embeddings=128, rope_parameters=rope)
+    engine = TransformersEngine(model, tokenizer)
+    params = SamplingParams(20, temperature=0, ignore_eos=True)
+    alone = engine.generate([[5, 6, 7]], 1, params)[0][0]
+    together = engine.generate([[5, 6, 7], list(range(5, 17))], 1, params)[0][0]
+    assert alone.completion_ids == together.completion_ids
+    assert alone.logps == pytest.approx(together.logps, abs=1e-5)
+    with raises_error("context_too_short"):
+        engine.generate([[5, 6, 7], list(range(5, 18))], 1, params)

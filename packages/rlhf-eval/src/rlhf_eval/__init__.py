@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
     if not (module := _MODULE_OF[name]):
         return importlib.import_module(f"{__name__}.{name}")
     return getattr(importlib.import_module(__name__ + module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

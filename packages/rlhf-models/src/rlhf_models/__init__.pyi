@@ -67,6 +67,7 @@ from rlhf_models.language_model.shared_prefixes import share_prefixes as share_p
 from rlhf_models.loading.fits import check_prompt_fits as check_prompt_fits
 from rlhf_models.loading.fits import check_tokenizer_fits as check_tokenizer_fits
 from rlhf_models.loading.fits import context_length as context_length
+from rlhf_models.loading.fits import generation_length as generation_length
 from rlhf_models.loading.pretrained import check_language_model as check_language_model
 from rlhf_models.loading.pretrained import check_weights as check_weights
 from rlhf_models.loading.pretrained import load_causal_lm as load_causal_lm

@@ -30,6 +30,8 @@ GAUGES = {
     "kv_tokens_limit": "Tokens whose keys and values can be held",
     "paused_cohorts": "Batches of requests that wait for memory in the middle of their completions",
     "preemptions": "Times a batch of requests has given up its keys and values, so far",
+    "guesses": "Tokens that a draft has guessed, so far",
+    "right_guesses": "Guessed tokens that became part of a completion, so far",
 }
 """What `Backend.memory` measures."""
 
@@ -74,7 +76,7 @@ class Backend(Protocol):
         ...
 
     def memory(self) -> dict[str, float]:
-        """How the memory for keys and values is used now: `GAUGES` by name; empty if it is not known."""
+        """Memory for keys and values now, and guesses so far: `GAUGES` by name; empty if not known."""
         ...
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ from rlhf_infer import (
     TransformersEngine,
     first_layers,
 )
-from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
+from rlhf_models import PolicyModel, generation_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings, ServeSettings
 
@@ -46,7 +46,7 @@ class TransformersBackend:
     ) -> None:
         self._on_cpu = engine.model.device.type == "cpu"
         self.tokenizer = engine.tokenizer
-        limit = context_length(engine.model)
+        limit = generation_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
         self.max_batch_tokens = engine.max_batch_tokens
         self.eos_token_ids: list[int] = engine.eos_token_ids
@@ -91,11 +91,18 @@ class TransformersBackend:
             "kv_tokens_limit": self.max_batch_tokens,
             "paused_cohorts": batcher.paused,
             "preemptions": batcher.preemptions,
-        }
+        } | _guesses(self._engine)
 
     async def close(self) -> None:
         """See `Backend.close`."""
         await asyncio.to_thread(self._batcher.close)
+
+
+def _guesses(engine: TransformersEngine) -> dict[str, float]:
+    """What a draft has guessed so far; nothing without one."""
+    if not isinstance(engine, SpeculativeDecoder):
+        return {}
+    return {"guesses": engine.guesses, "right_guesses": engine.right_guesses}
 
 
 def _parts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

@@ -10,7 +10,7 @@ from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, re
 from rlhf_algos.online.rollouts import column_names, completions_of, samples_of
 from rlhf_data import PromptExample, as_completion
 from rlhf_infer import Samples
-from rlhf_models import context_length
+from rlhf_models import generation_length
 
 if TYPE_CHECKING:
     from rlhf_algos.online.base import OnlineTrainer
@@ -82,7 +82,7 @@ def _fitting(
     trainer: OnlineTrainer, prompts: Sequence[PromptExample], ids: Mapping[int, Sequence[int]]
 ) -> list[int]:
     """The prompts after which the longest of their answers still fits the model's context."""
-    limit = context_length(trainer.model.config)
+    limit = generation_length(trainer.model.config)
     if limit is None:
         return list(ids)
     alone = [at for at, answer in ids.items() if len(prompts[at].prompt_ids) + len(answer) <= limit]

@@ -36,7 +36,7 @@ from rlhf_eval.harness.suites import (
     sum_questions,
 )
 from rlhf_infer import ContinuousBatcher, Rollout, SamplingParams, TransformersEngine, completion_text
-from rlhf_models import context_length
+from rlhf_models import generation_length
 
 _CONNECTIONS = 64
 """Requests that are decoded at a time; each joins at the next token."""
@@ -130,7 +130,7 @@ class PackedModel(ModelAPI):
         self.batcher.close()
 
     def _room(self) -> int:
-        limit = context_length(self.model.config)
+        limit = generation_length(self.model.config)
         return _TOKENS if limit is None else max(1, min(_TOKENS, limit // 2))
 
     def _record(self, messages: list[ChatMessage]) -> PromptRecord:

@@ -16,7 +16,7 @@ from rlhf_data import UserError
 from rlhf_eval.evaluation import load_policy
 from rlhf_eval.harness.scoring import score_continuations
 from rlhf_infer import SamplingParams, TransformersEngine
-from rlhf_models import context_length
+from rlhf_models import generation_length
 
 _SAMPLING = {"top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float, "seed": int}
 """Of a task's generation settings, those with the same meaning here; a temperature is always there."""
@@ -86,7 +86,7 @@ class PackedLM(TemplateLM):
         self._device = self.model.device
         if add_bos_token and self.tokenizer.bos_token_id is None:
             raise UserError(f"the tokenizer of {pretrained} has no start token; leave out add_bos_token")
-        self.max_length = int(max_length or context_length(self.model.config) or _LENGTH)
+        self.max_length = int(max_length or generation_length(self.model.config) or _LENGTH)
         self.max_tokens, self.max_gen_toks, self.add_bos_token = max_tokens, max_gen_toks, add_bos_token
         self.engine = TransformersEngine(self.model, self.tokenizer)
         self.name = str(pretrained)

@@ -154,7 +154,7 @@ class ContinuousBatcher:
     @property
     def held_tokens(self) -> int:
         """Tokens whose keys and values are held, blocks that are begun counted whole."""
-        return sum(each.cohort.needed_tokens() for each in tuple(self._running))
+        return sum(each.cohort.needed_tokens(0) for each in tuple(self._running))
 
     @property
     def paused(self) -> int:

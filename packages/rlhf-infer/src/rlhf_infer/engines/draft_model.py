@@ -18,7 +18,7 @@ from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import RaggedAttention
 from rlhf_infer.kv.prompt_cache import PromptCache
-from rlhf_models import context_length, prepare_for_packing
+from rlhf_models import generation_length, prepare_for_packing
 
 
 def first_layers(model: Any, count: int) -> Any:
@@ -109,7 +109,7 @@ class DraftModel(TransformersEngine):
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
         """See `Drafter.begin`; none where prompt and completion do not fit the small model's context."""
-        limit = context_length(self.model)
+        limit = generation_length(self.model)
         if limit is not None and max(map(len, prompts)) + params.max_new_tokens > limit:
             return None
         known = [tuple(min(token, self.vocab_size - 1) for token in prompt) for prompt in prompts]
@@ -147,13 +147,15 @@ class _ModelDrafts:
         self._attention = RaggedAttention(cache, np.repeat(np.arange(len(cache.lengths)), samples), most)
         self._starts = cache.lengths.repeat_interleave(samples)
         rows = len(self._starts)
-        self._chain = np.full((rows, model.guesses), -1)
+        self._chain = np.full((rows, 1), -1)
         """(B, K) the last guesses, and (B,) the tokens that the rows had before them."""
         self._before = np.zeros(rows, dtype=np.int64)
 
     def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`; what the rows drew since the last time is computed along."""
-        lengths, count = rows.lengths, self._model.guesses
+        lengths = rows.lengths
+        left = self._most - 1 - int(lengths[rows.alive].min())  # the last token needs no guess
+        count = max(1, min(self._model.guesses, left))
         tokens = rows.tokens[rows.place]
         held = self._held(tokens, lengths)
         every = np.arange(int(lengths.max()))
@@ -176,7 +178,7 @@ class _ModelDrafts:
 
     def _tree(self, others: np.ndarray, margins: np.ndarray) -> Guesses:
         """The chain, and of the tokens (B, K) that came second those that lost by the least (B, K)."""
-        count = self._model.alternatives
+        count = min(self._model.alternatives, self._chain.shape[1])
         if not count:
             return Guesses(self._chain)
         closest = np.argsort(margins, 1)[:, :count]

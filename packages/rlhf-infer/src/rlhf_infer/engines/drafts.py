@@ -139,8 +139,8 @@ class NgramDrafter:
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
         """See `Drafter.begin`."""
-        del params, seeds
-        return _NgramDrafts(prompts, len(samples), self.guesses)
+        del seeds
+        return _NgramDrafts(prompts, len(samples), min(self.guesses, params.max_new_tokens))
 
 
 class _NgramDrafts:

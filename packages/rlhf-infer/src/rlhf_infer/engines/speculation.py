@@ -57,6 +57,8 @@ class SpeculativeDecoder(TransformersEngine):
     def __init__(self, model: Any, tokenizer: Any, drafter: Drafter, **options: Any) -> None:
         super().__init__(model, tokenizer, **options)
         self.drafter = drafter
+        self.guesses = self.right_guesses = 0
+        """Guesses so far, and those of them that became tokens of a completion."""
         self._payoff = Payoff()
 
     def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
@@ -65,6 +67,10 @@ class SpeculativeDecoder(TransformersEngine):
         started = time.perf_counter()
         super().advance(cohorts, row_sizes=row_sizes)
         seconds = time.perf_counter() - started
+        for each in cohorts:
+            if isinstance(each, SpeculativeCohort):
+                self.guesses, each.guesses = self.guesses + each.guesses, 0
+                self.right_guesses, each.right_guesses = self.right_guesses + each.right_guesses, 0
         for each, guessed, rows, tokens in before:
             self._payoff.gained(rows, guessed, each.rows.total - tokens)
             self._payoff.took(rows, _guessed(each), seconds)

@@ -140,6 +140,8 @@ class SpeculativeCohort(Cohort):
         super().__init__(rows, sampler, attention, **options)
         self.guessed = False
         """Whether guesses were asked for in the last pass."""
+        self.guesses = self.right_guesses = 0
+        """Guesses that nobody has counted yet, and those of them that became tokens of a completion."""
         self._drafts, self._wanted = drafts, wanted
         self._fed = np.zeros((len(rows.place), 1), dtype=np.int64)
         """(B, W) each row's newest token and the guesses after it, -1 after the last."""
@@ -231,7 +233,9 @@ class SpeculativeCohort(Cohort):
             self._bring_together(taken)
         ends = np.isin(square, self._ends) & taken
         taken &= np.cumsum(ends, 1) - ends == 0
-        before = self.rows.lengths
+        before, alive = self.rows.lengths, self.rows.alive
+        self.guesses += int(((self._counts - 1) * alive).sum())
+        self.right_guesses += int(taken.sum() - alive.sum())
         self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")

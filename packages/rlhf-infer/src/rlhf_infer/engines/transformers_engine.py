@@ -25,7 +25,15 @@ from rlhf_infer.engines.stop_strings import StopTexts
 from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention
 from rlhf_infer.kv.paged_cache import PagedKVCache
 from rlhf_infer.kv.prompt_cache import PromptCache
-from rlhf_models import AttentionPlan, TreeAttention, causal_lm, evaluating, lm_logits, stream_forward
+from rlhf_models import (
+    AttentionPlan,
+    TreeAttention,
+    causal_lm,
+    evaluating,
+    generation_length,
+    lm_logits,
+    stream_forward,
+)
 from rlhf_models.language_model.head import chunk_rows
 
 PREFIX_BLOCK = 32
@@ -157,7 +165,7 @@ class TransformersEngine:
             UserError: a prompt is one of these.
         """
         known = self.model.get_input_embeddings().num_embeddings
-        limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
+        limit = generation_length(causal_lm(self.model))
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
@@ -171,7 +179,8 @@ class TransformersEngine:
             if limit is not None and len(prompt) + max_new_tokens > limit:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
-                    f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens",
+                    f"more than the {limit} that the model has room for (its context, or with LongRoPE the "
+                    "part before its frequencies change); shorten the prompt or lower max_new_tokens",
                     code="context_too_short",
                 )
             if len(prompt) + max_new_tokens > self.max_batch_tokens:

@@ -18,7 +18,7 @@ def check_positions(config: PreTrainedConfig, batch: PackedBatch) -> None:
     So it is with dynamic NTK scaling (arXiv:2309.00071, section 3.3) and LongRoPE (arXiv:2402.13753), in
     transformers' padded batches as well: there scores depend on which texts share a batch.
     """
-    length = _stable_length(config)
+    length = stable_length(config)
     if length is None or batch.num_sequences == 1:
         return
     longest = int(batch.host.position_ids.max()) + 1
@@ -26,8 +26,8 @@ def check_positions(config: PreTrainedConfig, batch: PackedBatch) -> None:
         _warn_once(config.model_type, length)
 
 
-def _stable_length(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which frequencies are the same for every text; None if they always are."""
+def stable_length(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which rotary frequencies are the same for every text; None if they always are."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
     lengths = [

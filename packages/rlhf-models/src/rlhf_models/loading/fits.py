@@ -7,12 +7,24 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError
+from rlhf_models.attention.rotary import stable_length
 
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Tokens a model can attend to (prompt and completion together); None when it sets no limit."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def generation_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Tokens that a prompt and a completion drawn by a transformers engine may have; None without a limit.
+
+    This is the context, or less where a model has other rotary frequencies for longer texts (LongRoPE, as in
+    Phi-3 and Phi-4): keys and values that are held would still be those of the shorter text.
+    """
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    text = config.get_text_config()
+    return min(filter(None, (context_length(config), stable_length(text))), default=None)
 
 
 def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, what: str) -> None:
