@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
+from rlhf_algos import longest_sequence
 from rlhf_data import TokenSequence, pack
-from rlhf_models import tiny_model, token_logps
+from rlhf_models import (
+    check_prompt_fits,
+    context_length,
+    generation_length,
+    tiny_model,
+    token_logps,
+)
 from rlhf_models.attention import rotary
 
 HALF = 4  # of the dimensions of a head
@@ -43,3 +51,16 @@ def test_texts_beyond_the_length_are_warned_of_where_others_share_the_batch(
             token_logps(model, pack([short, long])[0])
     assert len(caplog.records) == (name != "default")
     assert not caplog.records or "16 tokens" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(("name", "context", "generated"), [("longrope", 64, 16), ("default", 64, 64)])
+def test_generation_ends_where_frequencies_change(name: str, context: int, generated: int) -> None:
+    fields = ROPES[name]
+    fields["rope_parameters"].setdefault("rope_theta", 10000.0)
+    config = tiny_model("llama", **fields).config
+    assert (context_length(config), generation_length(config)) == (context, generated)
+    assert longest_sequence(config, 40) == 40
+    assert longest_sequence(config, 40, generates=True) == min(40, generated)
+    check_prompt_fits(config, generated, "it")
+    with raises_error("context_too_short", limit=generated):
+        check_prompt_fits(config, generated + 1, "it")

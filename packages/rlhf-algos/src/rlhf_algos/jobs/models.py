@@ -34,6 +34,7 @@ from rlhf_models import (
     check_language_model,
     check_tokenizer_fits,
     context_length,
+    generation_length,
     is_language_adapter,
     load_causal_lm,
     load_merged,
@@ -85,9 +86,14 @@ def check_start(method: Method, config: JobConfig, machine: Machine | None = Non
         check_language_model(name)
 
 
-def longest_sequence(model_config: PreTrainedConfig, max_length: int | None) -> int | None:
-    """Tokens that a sequence may have: `max_length`, or the model's context where that is shorter."""
-    context = context_length(model_config)
+def longest_sequence(
+    model_config: PreTrainedConfig, max_length: int | None, *, generates: bool = False
+) -> int | None:
+    """Tokens that a sequence may have: `max_length`, or the model's context where that is shorter.
+
+    For a model that `generates` in training the context is its `generation_length`.
+    """
+    context = generation_length(model_config) if generates else context_length(model_config)
     if context is None or (max_length is not None and max_length <= context):
         return max_length
     if max_length is not None:

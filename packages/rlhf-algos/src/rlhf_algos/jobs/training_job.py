@@ -140,7 +140,8 @@ class TrainingJob(Job):
         shown = demonstrated(method, config, rows)
         model, tokenizer = start_model(method, config, shown, base_folder=self.run.path / "base")
         few_threads_for_a_small_model(model)
-        max_length = longest_sequence(model.config, config.max_length)
+        generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
+        max_length = longest_sequence(model.config, config.max_length, generates=generates)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
         trainer: Any = method.trainer_class(
             model,

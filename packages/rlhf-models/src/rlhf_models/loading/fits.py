@@ -28,7 +28,7 @@ def generation_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
 
 
 def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, what: str) -> None:
-    """Check that `length` tokens fit into a model's context.
+    """Check that `length` tokens fit into a model's context, or where it is less its `generation_length`.
 
     Args:
         model: the model or its config.
@@ -38,7 +38,7 @@ def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, wh
     Raises:
         UserError: they do not.
     """
-    limit = context_length(model)
+    limit = generation_length(model)
     if limit is not None and length > limit:
         raise UserError(
             f"{what} needs {length} tokens but the model's context holds {limit}; "
