@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from letters import LetterTokenizer
@@ -42,7 +41,6 @@ class Watched(ContinuousBatcher):
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.most, self.together = 0, 0
-        self.computed: set[int] = set()  # tokens of a row in the last pass before its request had to pause
         self.ready, self.pausing = threading.Event(), threading.Event()
         super().__init__(engine)
         self.submit_work(self.ready.wait)
@@ -52,8 +50,7 @@ class Watched(ContinuousBatcher):
         self.together = max(self.together, len(self._running))
         assert self.paused == len(self._begun) - len(self._running)
         assert len(self._running) == 1 or 0 < self.held_tokens <= self.engine.max_batch_tokens
-        for each in self._paused:
-            self.computed.add(int(getattr(each.cohort, "_counts", np.ones(1)).max()))
+        if self._paused:
             self.pausing.set()
 
     def _step(self) -> None:
@@ -179,7 +176,7 @@ def test_speculation_goes_on_where_it_was(guesses: str, lively_model: Any) -> No
     expected = [plain.generate([prompt], 2, params)[0] for prompt in PROMPTS]
     batcher = play(engine, 2, params, expected)
     assert batcher.preemptions >= 1 and batcher.most <= 900
-    assert max(batcher.computed) > 1  # guesses were among what had to be computed again
+    assert engine.right_guesses > 100
 
 
 @pytest.mark.slow
