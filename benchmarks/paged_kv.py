@@ -45,7 +45,7 @@ class Gathered:
 
     def attend(self, layer: int, query: Any, key: Any, value: Any, options: Any) -> Any:
         """See `rlhf_models.attention.packed.AttentionPlan`."""
-        from rlhf_infer.kv.decode_attention import mix
+        from rlhf_infer.kv.part_attention import mix
 
         rows, heads, size = query.shape
         count = key.shape[1]

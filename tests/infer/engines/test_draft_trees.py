@@ -16,7 +16,8 @@ from letters import LetterTokenizer
 from rlhf_infer import DraftModel, Rollout, SamplingParams, SpeculativeDecoder, TransformersEngine
 from rlhf_infer.engines.sampler import race, race_two
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows
-from rlhf_infer.kv.decode_attention import RaggedAttention, mix
+from rlhf_infer.kv.decode_attention import RaggedAttention
+from rlhf_infer.kv.part_attention import mix
 from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import AttentionOptions
 

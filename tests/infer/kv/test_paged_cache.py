@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlhf_infer import BlockManager, OutOfBlocks, PagedKVCache
-from rlhf_infer.kv.decode_attention import DecodeAttention, mix
+from rlhf_infer.kv.decode_attention import DecodeAttention
+from rlhf_infer.kv.part_attention import mix
 from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import lm_logits, stream_forward
 

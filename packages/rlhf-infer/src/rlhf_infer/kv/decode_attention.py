@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from rlhf_infer.kv.part_attention import mix
 from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import AttentionOptions
 
@@ -21,14 +22,6 @@ BLOCK = 128
 def room(tokens: int, most: int) -> int:
     """Places that a row with that many tokens has for its own keys and values; `most` at the end."""
     return min(-(-tokens // BLOCK) * BLOCK, most)
-
-
-_FUSED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the CPU's fused kernel, which also takes float64, but rounds it."""
-_fused_attention: Callable[..., tuple[Tensor, Tensor]] = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-)
-"""What `scaled_dot_product_attention` calls on CPUs; alone it returns the logarithms of the sums too."""
 
 
 class DecodeAttention:
@@ -321,8 +314,13 @@ def take_rows(
     places = [torch.from_numpy(kept).to(lengths.device) for kept in rows]
     for layer in list(plans[0]._cache.layers):  # one after the other, so that little is there twice
         shared, own = zip(*(p.give(layer) for p in plans), strict=True)
-        cache.layers[layer] = _stacked(shared, known, cache.longest)
-        taken._own[layer] = _stacked(own, places, max(key.shape[2] for key, _ in own))
+        of_prompts = _stacked(shared, known, cache.longest)
+        of_rows = _stacked(own, places, max(key.shape[2] for key, _ in own))
+        if len(lengths) == len(prompts):
+            key, value = (torch.cat(pair, 2) for pair in zip(of_prompts, of_rows, strict=True))
+            taken._set_whole(layer, (key, value))
+        else:
+            cache.layers[layer], taken._own[layer] = of_prompts, of_rows
     return taken
 
 
@@ -376,21 +374,3 @@ class JoinedAttention:
         if self._end < len(query):
             parts.append(query.new_zeros(len(query) - self._end, *parts[0].shape[1:]))
         return torch.cat(parts)
-
-
-def mix(
-    query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention (*, D) of scaled queries, and the logarithm (*, 1) of the sum of exponentials, in fp32."""
-    if softcap is None and query.ndim == 4 and query.device.type == "cpu" and query.dtype in _FUSED:
-        mixed, total = _fused_attention(query, key, value, attn_mask=mask, scale=1.0)
-        return mixed.float(), total[..., None]
-    scores = (query @ key.transpose(-1, -2)).float()
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores += mask
-    largest = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    return (weights.to(value.dtype) @ value).float() / total, total.log_() + largest

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_infer.kv.decode_attention import mix
 from rlhf_infer.kv.paged_cache import PagedKVCache
+from rlhf_infer.kv.part_attention import mix
 from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import AttentionOptions
 
