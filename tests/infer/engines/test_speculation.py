@@ -67,14 +67,11 @@ def drafter_of(kind: str, engine: TransformersEngine, params: SamplingParams) ->
         return half_right(engine, 3, params)
     if kind == "ngram":
         return _Always(NgramDrafter())
-    alternatives = 3 if kind == "tree" else 0
-    return _Always(
-        DraftModel(close_to(engine.model), LetterTokenizer(), guesses=3, alternatives=alternatives)
-    )
+    return _Always(DraftModel(close_to(engine.model), LetterTokenizer(), guesses=3, alternatives=3))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["previous", "ngram", "model", "tree"])
+@pytest.mark.parametrize("kind", ["previous", "ngram", "model"])
 def test_tokens_are_those_of_the_plain_engine(kind: str, settings: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), LetterTokenizer())
     params = SamplingParams(24, seed=4, **SETTINGS[settings])
@@ -97,7 +94,7 @@ def test_every_architecture_takes_guesses(name: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(name), LetterTokenizer())
     params = SamplingParams(20, seed=1)
     expected = engine.generate(PROMPTS, 3, params)
-    for kind in ("previous", "tree"):
+    for kind in ("previous", "model"):
         speculative = SpeculativeDecoder(engine.model, LetterTokenizer(), drafter_of(kind, engine, params))
         assert_same(speculative.generate(PROMPTS, 3, params), expected)
 
@@ -305,7 +302,7 @@ def test_a_draft_model_with_other_tokens_is_refused(lively_model: Any) -> None:
         draft.check_tokenizer(Other())
 
 
-@pytest.mark.parametrize("kind", ["ngram", "tree"])
+@pytest.mark.parametrize("kind", ["ngram", "model"])
 def test_the_batcher_hands_over_every_token(kind: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), LetterTokenizer())
     asked = [
