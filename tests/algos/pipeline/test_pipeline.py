@@ -271,7 +271,7 @@ def test_a_stage_waits_for_what_a_killed_pipeline_has_left(run: Any, tmp_path: P
         "time.sleep(2)\n"
         "(folder / 'late').touch()\n"
     )
-    seen: list[bool] = []
+    seen, told = list[bool](), list[str]()
 
     def launched(stage: Any, settings: dict[str, Any], there: Path) -> int:
         seen.append((there / "late").exists())
@@ -280,10 +280,10 @@ def test_a_stage_waits_for_what_a_killed_pipeline_has_left(run: Any, tmp_path: P
     with subprocess.Popen([sys.executable, "-c", late, str(folder)]):
         _until((folder / "holds").exists)
         config = PipelineConfig.from_dict({"stages": {"data": DATA}})
-        pipeline = Pipeline(config, tmp_path / "run", launch=launched)
+        pipeline = Pipeline(config, tmp_path / "run", lambda event, *_: told.append(event), launched)
         pipeline.store.log("started", "data", address=address)
         pipeline.run()
-    assert seen == [True]
+    assert seen == [True] and told == ["waiting", "started", "finished"]
 
 
 def _until(condition: Any) -> None:

@@ -217,5 +217,5 @@ def test_no_more_is_guessed_than_a_completion_has_left(lively_model: Any, passes
     # Both models compute the prompts. The draft model guesses 10 tokens in as many passes, all of them right;
     # the last of 12 is drawn after them.
     assert len(passes) == 2 + 10 + 1
-    assert decoder.right_guesses == len(PROMPTS) * 2 * 10
-    assert decoder.guesses >= decoder.right_guesses
+    assert decoder.tally.right == len(PROMPTS) * 2 * 10
+    assert decoder.tally.guesses >= decoder.tally.right

@@ -102,7 +102,7 @@ def _guesses(engine: TransformersEngine) -> dict[str, float]:
     """What a draft has guessed so far; nothing without one."""
     if not isinstance(engine, SpeculativeDecoder):
         return {}
-    return {"guesses": engine.guesses, "right_guesses": engine.right_guesses}
+    return {"guesses": engine.tally.guesses, "right_guesses": engine.tally.right}
 
 
 def _parts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 try:
     import fcntl
@@ -50,11 +50,18 @@ def main(lock: str, log: str, words: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def take_lock(lock: str) -> int:
-    """A handle that holds a lock, once no other process does; whoever closes it gives the lock back."""
+def take_lock(lock: str, held: Callable[[], None] = lambda: None) -> int:
+    """A handle that holds a lock, once no other process does; whoever closes it gives the lock back.
+
+    `held` is called before waiting for another process.
+    """
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held()
+            fcntl.flock(handle, fcntl.LOCK_EX)
     return handle
 
 

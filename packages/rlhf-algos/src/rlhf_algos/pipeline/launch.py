@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,14 @@ def launch(stage: Stage, settings: dict[str, Any], folder: Path) -> int:
         process.wait()
 
 
-def wait_for_the_last(folder: Path) -> None:
+def wait_for_the_last(folder: Path, held: Callable[[], None]) -> None:
     """Wait for the stage's process of a pipeline that was killed, which ends with it, but not at once.
 
-    Until then it may still write into the folder, from which it is decided how the stage goes on.
+    Until then it may still write into the folder, from which it is decided how the stage goes on. `held` is
+    called if there is such a process.
     """
     if (folder / _LOCK).exists():
-        os.close(child.take_lock(str(folder / _LOCK)))
+        os.close(child.take_lock(str(folder / _LOCK), held))
 
 
 def launcher(launch: int | str | None) -> list[str]:

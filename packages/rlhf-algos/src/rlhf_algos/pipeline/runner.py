@@ -217,7 +217,7 @@ class Pipeline:
         """Run a stage's process, as often as it may be tried again; its result."""
         stage, store = planned.stage, self.store
         folder = store.folder(stage.kind, planned.address)
-        wait_for_the_last(folder)
+        wait_for_the_last(folder, lambda: self.on_event("waiting", stage.name, "its process still ends"))
         if (aside := store.set_aside(folder, planned.address)) is not None:
             self.on_event("changed", stage.name, f"runs again; kept as {aside}")
         store.log("started", stage.name, address=planned.address)  # first, or the folder would be set aside

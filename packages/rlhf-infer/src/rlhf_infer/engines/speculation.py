@@ -14,7 +14,7 @@ from rlhf_infer.engines.drafts import Drafter
 from rlhf_infer.engines.prefill import within_window
 from rlhf_infer.engines.protocol import SamplingParams, ends_of
 from rlhf_infer.engines.sampler import remembers
-from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
+from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort, Tally
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import RaggedAttention
 from rlhf_infer.kv.prompt_cache import PromptCache
@@ -57,8 +57,7 @@ class SpeculativeDecoder(TransformersEngine):
     def __init__(self, model: Any, tokenizer: Any, drafter: Drafter, **options: Any) -> None:
         super().__init__(model, tokenizer, **options)
         self.drafter = drafter
-        self.guesses = self.right_guesses = 0
-        """Guesses so far, and those of them that became tokens of a completion."""
+        self.tally = Tally()
         self._payoff = Payoff()
 
     def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
@@ -67,10 +66,6 @@ class SpeculativeDecoder(TransformersEngine):
         started = time.perf_counter()
         super().advance(cohorts, row_sizes=row_sizes)
         seconds = time.perf_counter() - started
-        for each in cohorts:
-            if isinstance(each, SpeculativeCohort):
-                self.guesses, each.guesses = self.guesses + each.guesses, 0
-                self.right_guesses, each.right_guesses = self.right_guesses + each.right_guesses, 0
         for each, guessed, rows, tokens in before:
             self._payoff.gained(rows, guessed, each.rows.total - tokens)
             self._payoff.took(rows, _guessed(each), seconds)
@@ -101,6 +96,7 @@ class SpeculativeDecoder(TransformersEngine):
             RaggedAttention(cache, ragged.prompt, params.max_new_tokens),
             drafts=drafts,
             wanted=wanted,
+            tally=self.tally,
             lengths=cache.lengths,
             hidden=hidden,
             params=params,

@@ -30,6 +30,14 @@ class Guesses:
     parents: np.ndarray | None = None
 
 
+@dataclass
+class Tally:
+    """Guesses so far, and those of them that became tokens of a completion."""
+
+    guesses: int = 0
+    right: int = 0
+
+
 class RowDrafts(Protocol):
     """Guesses of what the rows of a cohort draw next."""
 
@@ -122,7 +130,7 @@ class RaggedRows(Rows):
 class SpeculativeCohort(Cohort):
     """A cohort whose passes compute guessed tokens too; see `SpeculativeDecoder` for what is drawn.
 
-    `wanted` says whether to guess in the next pass, given how many rows are unfinished.
+    `wanted` says whether to guess in the next pass, given how many rows are unfinished; `tally` counts.
     """
 
     rows: RaggedRows
@@ -135,13 +143,13 @@ class SpeculativeCohort(Cohort):
         *,
         drafts: RowDrafts,
         wanted: Callable[[int], bool] = lambda rows: True,
+        tally: Tally | None = None,
         **options: Any,
     ) -> None:
         super().__init__(rows, sampler, attention, **options)
         self.guessed = False
         """Whether guesses were asked for in the last pass."""
-        self.guesses = self.right_guesses = 0
-        """Guesses that nobody has counted yet, and those of them that became tokens of a completion."""
+        self._tally = tally or Tally()
         self._drafts, self._wanted = drafts, wanted
         self._fed = np.zeros((len(rows.place), 1), dtype=np.int64)
         """(B, W) each row's newest token and the guesses after it, -1 after the last."""
@@ -234,8 +242,8 @@ class SpeculativeCohort(Cohort):
         ends = np.isin(square, self._ends) & taken
         taken &= np.cumsum(ends, 1) - ends == 0
         before, alive = self.rows.lengths, self.rows.alive
-        self.guesses += int(((self._counts - 1) * alive).sum())
-        self.right_guesses += int(taken.sum() - alive.sum())
+        self._tally.guesses += int(((self._counts - 1) * alive).sum())
+        self._tally.right += int(taken.sum() - alive.sum())
         self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")

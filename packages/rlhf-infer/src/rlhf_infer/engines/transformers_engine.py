@@ -29,8 +29,8 @@ from rlhf_models import (
     AttentionPlan,
     TreeAttention,
     causal_lm,
+    check_prompt_fits,
     evaluating,
-    generation_length,
     lm_logits,
     stream_forward,
 )
@@ -165,7 +165,7 @@ class TransformersEngine:
             UserError: a prompt is one of these.
         """
         known = self.model.get_input_embeddings().num_embeddings
-        limit = generation_length(causal_lm(self.model))
+        lm = causal_lm(self.model)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
@@ -176,13 +176,8 @@ class TransformersEngine:
                     "tokenizer the model's own?",
                     code="unknown_token",
                 )
-            if limit is not None and len(prompt) + max_new_tokens > limit:
-                raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
-                    f"more than the {limit} that the model has room for (its context, or with LongRoPE the "
-                    "part before its frequencies change); shorten the prompt or lower max_new_tokens",
-                    code="context_too_short",
-                )
+            what = f"prompt {i} of {len(prompt)} tokens, with max_new_tokens {max_new_tokens},"
+            check_prompt_fits(lm, len(prompt) + max_new_tokens, what)
             if len(prompt) + max_new_tokens > self.max_batch_tokens:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "

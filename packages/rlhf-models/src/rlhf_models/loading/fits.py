@@ -40,8 +40,10 @@ def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, wh
     """
     limit = generation_length(model)
     if limit is not None and length > limit:
+        whole = limit == context_length(model)
+        part = "context" if whole else "context, as far as LongRoPE leaves its frequencies unchanged,"
         raise UserError(
-            f"{what} needs {length} tokens but the model's context holds {limit}; "
+            f"{what} needs {length} tokens but the model's {part} holds {limit}; "
             "shorten it or take a model with a longer context",
             code="context_too_short",
             length=length,
