@@ -9,6 +9,7 @@ WORKDIR /src
 COPY pyproject.toml requirements.lock README.md ./
 COPY scripts/docker_install.sh scripts/
 COPY packages packages
+COPY configs configs
 COPY apps apps
 ARG DEVICE=cpu
 ARG EXTRAS=""

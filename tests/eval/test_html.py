@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 
-from rlhf_eval.html import page
+from rlhf_eval.html import page, written_by
 
 
 def test_a_page_runs_the_script_that_sorts_and_no_other() -> None:
@@ -18,3 +18,11 @@ def test_a_page_runs_the_script_that_sorts_and_no_other() -> None:
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
         in sortable
     )
+
+
+def test_a_page_names_the_command_that_wrote_it() -> None:
+    with written_by(["rlhf-report", "compare", "a b.jsonl", "<c>"]):
+        assert "<code>rlhf-report compare &#x27;a b.jsonl&#x27; &#x27;&lt;c&gt;&#x27;</code>" in page(
+            "a", "<p>b</p>"
+        )
+    assert "<footer" not in page("a", "<p>b</p>")

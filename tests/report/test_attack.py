@@ -43,7 +43,8 @@ def test_attacks_are_written_and_the_same_every_time(built_llama_folder: Path, t
     assert len(rows) == sum(each["rows"] for each in found["transforms"])
     assert {"attacked", "before", "after", "succeeded"} <= set(rows[0])
     for name in ("attacks.jsonl", "attack.html", "results.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        again = (tmp_path / "two" / name).read_text().replace(str(tmp_path / "two"), str(tmp_path / "one"))
+        assert (tmp_path / "one" / name).read_text() == again
 
 
 def test_what_comes_twice_or_does_not_fit_is_counted(built_llama_folder: Path, tmp_path: Path) -> None:

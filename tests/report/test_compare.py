@@ -64,6 +64,7 @@ def test_a_better_model_is_called_better(tmp_path: Path, compare) -> None:
     assert pair["difference"]["low"] > 0 and pair["holm"] < 0.05 and pair["difference"]["unit"] == "prompt"
     assert pair["wins"] + pair["ties"] + pair["losses"] == 60
     assert "new is better than old by" in result.stdout
+    assert f"<code>rlhf-report compare {old} {new} " in (tmp_path / "out" / "comparison.html").read_text()
     text = (tmp_path / "out" / "comparison.txt").read_text()
     assert "new is better than old by" in text and "won/tied/lost" in text
     assert len(found["cases"]) == 8 and found["cases"][0]["won"] and not found["cases"][-1]["won"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification
 
+from rlhf_algos import METHODS
 from rlhf_algos.jobs.results import write_model_card
+from rlhf_data import apply_overrides
 from rlhf_models import LoraSettings, RewardModel, apply_lora
 
 CONFIG = {
@@ -159,3 +163,23 @@ def test_the_code_for_ensembles_and_process_models_runs(tmp_path, tiny_llama, by
     model.save_pretrained(tmp_path)
     write_model_card(tmp_path, method=method, config={})
     assert _run(_code(tmp_path), capsys).strip().startswith("tensor([")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("own", [False, True])
+def test_the_command_of_a_card_gives_the_settings_again(method: str, own: bool, tmp_path: Path) -> None:
+    given = {"model_name_or_path": "org/model", "train_data": "rows", "max_steps": 3, "learning_rate": 3e-5}
+    given |= {"reward": ["number"]} if METHODS[method].online else {}
+    config = METHODS[method].resolve({**(given if own else {}), "seed": 7}).to_dict()
+    config |= (
+        {"model_name_or_path": "org/model", "train_data": "rows"} if own else {}
+    )  # no path of this machine
+    write_model_card(tmp_path, method=method, config=config)
+    lines = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
+    _, named, *rest = shlex.split(next(line for line in lines if line.startswith("rlhf-train ")))
+    keys = {"--model": "model_name_or_path", "--train-data": "train_data", "--seed": "seed"}
+    pairs = list(zip(rest[::2], rest[1::2], strict=True))
+    words = [value if option == "--set" else f"{keys[option]}={value}" for option, value in pairs]
+    assert named == method and len(words) == (len(given) + 1 if own else 1)
+    again = METHODS[method].resolve(apply_overrides({}, words)).to_dict()
+    assert again | {"train_data": config["train_data"]} == config

@@ -7,21 +7,24 @@ import io
 import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from rlhf_data import output_written
+from rlhf_eval.html import written_by
 from rlhf_report import commands
 
 
 class _Commands(click.Group):
     """The modules below `rlhf_report.commands`, `_` read as `-`; each has a click command named `command`."""
 
-    def main(self, *args: Any, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """Run the command line; output that cannot be written ends it with a sentence."""
-        with output_written():
-            return super().main(*args, **extra)
+        given = sys.argv[1:] if args is None else args
+        with output_written(), written_by(["rlhf-report", *given]):
+            return super().main(args, *rest, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 
 from rlhf_algos import METHODS
 from rlhf_data import exit_cleanly, output_written
+from rlhf_eval.html import written_by
 from rlhf_train.options import (
     compare_options,
     decorated,
@@ -40,10 +42,11 @@ _exit_cleanly = partial(exit_cleanly, stopped="Stopped; nothing was begun")
 class _Commands(click.Group):
     """The commands, and those of methods from files (`--method-module`) and installed packages."""
 
-    def main(self, *args: Any, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """Run the command line; output that cannot be written ends it with a sentence."""
-        with output_written():
-            return super().main(*args, **extra)
+        given = sys.argv[1:] if args is None else args
+        with output_written(), written_by(["rlhf-train", *given]):
+            return super().main(args, *rest, **extra)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -148,6 +151,12 @@ def _minmax_options() -> list[Any]:
             help="Play, with a warning, even if a check says that the game cannot work.",
         ),
         click.option("--rebuild-demo", is_flag=True, help="Rebuild the tiny models even if they are cached."),
+        click.option(
+            "--quick",
+            is_flag=True,
+            help="A first look in a minute or two: models that come with the package, and fewer steps and "
+            "stories; --config and others change it.",
+        ),
     ]
 
 
@@ -294,6 +303,20 @@ def dummy_data(folder: str, rows: int, kind: DummyKind, seed: int) -> None:
     from rlhf_train.commands.dummy_data import create_dummy_data
 
     _exit_cleanly(lambda: create_dummy_data(folder, rows=rows, kind=kind, seed=seed))
+
+
+@main.command("fetch")
+@click.argument("what", type=click.Choice(("configs",)), metavar="configs")
+@click.argument("folder", metavar="[DIR]", default="configs")
+def fetch(what: str, folder: str) -> None:
+    """Write the configs that come with this package into a new folder.
+
+    They are commented settings to start from, for --config, with presets for 7B and 70B and recipes of
+    pipelines. DIR is configs by default.
+    """
+    from rlhf_train.commands.fetch import fetch_configs
+
+    _exit_cleanly(lambda: fetch_configs(folder))
 
 
 @main.command("export")

@@ -1,3 +1,4 @@
+from rlhf_data.command_line import settings_command as settings_command
 from rlhf_data.config import BaseConfig as BaseConfig
 from rlhf_data.config import LocalPath as LocalPath
 from rlhf_data.config import ModelPath as ModelPath

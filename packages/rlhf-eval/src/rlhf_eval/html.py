@@ -9,10 +9,15 @@ import base64
 import hashlib
 import html
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["breakable", "number", "page", "section", "svg_figure", "table", "text", "verbatim"]
+__all__ = ["breakable", "number", "page", "section", "svg_figure", "table", "text", "verbatim", "written_by"]
+
+_COMMAND: ContextVar[str] = ContextVar("_COMMAND", default="")
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c2430; --soft: #5a6472; --line: #dfe3e8;
@@ -95,6 +100,7 @@ summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
   .tile small { font-size: .75rem; }
   .card { padding: 12px; }
 }
+footer { margin-top: 44px; border-top: 1px solid var(--line); padding-top: 6px; }
 @media print { .card, .turn, figure, tr { break-inside: avoid; } }
 """
 
@@ -188,8 +194,20 @@ def svg_figure(svg: str, caption: str) -> str:
     )
 
 
+@contextmanager
+def written_by(command: Sequence[str]) -> Iterator[None]:
+    """Within this context every page ends with the command line that wrote it, given as words."""
+    token = _COMMAND.set(shlex.join(command))
+    try:
+        yield
+    finally:
+        _COMMAND.reset(token)
+
+
 def page(title: str, body_html: str, *, refresh: int | None = None, sortable: bool = False) -> str:
     """Return the whole document; its content security policy forbids loading anything from outside.
+
+    It ends with the command that wrote it, where there is one, see `written_by`.
 
     Args:
         title: Title of the document, as text.
@@ -198,7 +216,8 @@ def page(title: str, body_html: str, *, refresh: int | None = None, sortable: bo
         sortable: Whether a click on the title of a column sorts its table.
     """
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n'
-    policy, script = _POLICY, ""
+    policy, script, command = _POLICY, "", _COMMAND.get()
+    footer = f"<footer><small>Written by <code>{text(command)}</code></small></footer>\n" if command else ""
     if sortable:
         digest = base64.b64encode(hashlib.sha256(_SORT.encode("utf-8")).digest()).decode("ascii")
         policy, script = f"{_POLICY}; script-src 'sha256-{digest}'", f"<script>{_SORT}</script>\n"
@@ -206,6 +225,7 @@ def page(title: str, body_html: str, *, refresh: int | None = None, sortable: bo
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body_html}</main>\n"
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body_html}{footer}"
+        "</main>\n"
         f"{script}</body>\n</html>\n"
     )

@@ -29,8 +29,10 @@ _KEY_OF_OPTION = {
     "on_bad_row": ("data.on_bad_row",),
     "seed": ("seed",),
 }
-_SETS = {**_KEY_OF_OPTION, "no_baseline": ("baseline",), "force": ("force",)}
-_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force", "dry_run")
+_SETS = {**_KEY_OF_OPTION, "no_baseline": ("baseline",), "force": ("force",), "quick": ("demo.prebuilt",)}
+_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force", "quick", "dry_run")
+_QUICK = {"demo.prebuilt": True, "training.max_steps": 40, "data.eval_stories": 256}
+"""Settings of `--quick`, where nothing else gives them."""
 
 
 def run_minmax(options: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ def run_minmax(options: dict[str, Any]) -> None:
 
 
 def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
-    """The settings: the config file, then `--set`, then the options, each over the one before."""
+    """The settings: `--quick`, the config file, then `--set`, then the options, each over the one before."""
     source = options["config"]
     values = load_config_file(source) if source else {}
     if options["distributed"]:
@@ -71,6 +73,9 @@ def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
         if options[option] is not None:
             for key in keys:
                 _put(values, key, options[option])
+    if options["quick"]:
+        for key, value in _QUICK.items():
+            _put_if_missing(values, key, value)
     if options["no_baseline"]:
         values["baseline"] = False
     if options["force"]:
@@ -87,6 +92,13 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values[name] = value
     elif isinstance(inner := values.get(section) or {}, dict):
         values[section] = {**inner, name: value}
+
+
+def _put_if_missing(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    inner = values.get(section)
+    if not (isinstance(inner, dict) and name in inner):
+        _put(values, key, value)
 
 
 def _check(config: MinMaxConfig, run: RunFolder, *, dry_run: bool = False) -> None:

@@ -109,6 +109,21 @@ class Method:
         Raises:
             UserError: an unknown key, or a value that is refused.
         """
+        return self.job_config.from_dict({**self._start(values), **values}, where=where)
+
+    def defaults(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the settings are, as JSON values, that `values` does not give; a required one is left out."""
+        from pydantic import TypeAdapter
+
+        fields = self.job_config.model_fields.items()
+        usual = {each.alias or name: each.get_default(call_default_factory=True) for name, each in fields}
+        required = {each.alias or name for name, each in fields if each.is_required()}
+        start = self._start(values)
+        known = {k: v for k, v in (usual | start).items() if k not in required - start.keys()}
+        return TypeAdapter(dict[str, Any]).dump_python(known, mode="json")
+
+    def _start(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that suit the built-in rows and the tiny model, where those are used."""
         from rlhf_algos.jobs.config import TASK_REWARDS
 
         start: dict[str, Any] = {}
@@ -118,7 +133,7 @@ class Method:
                 start["reward"] = TASK_REWARDS.get(values.get("task") or "story", ())
         if not (values.get("model_name_or_path") or values.get("model_config")):
             start |= self.tiny
-        return self.job_config.from_dict({**start, **values}, where=where)
+        return start
 
 
 def _exported(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.tracking.run_facts import versions
-from rlhf_data import RunFolder, atomic_write_text, finite
+from rlhf_data import RunFolder, atomic_write_text, finite, settings_command
 
 _LOG = logging.getLogger(__name__)
 _PACKAGES = (
@@ -36,6 +36,13 @@ _RECIPE = (
     *("lora_alpha", "seed"),
 )
 """Settings in the table; all of them are listed below it."""
+_OPTIONS = {
+    "model_name_or_path": "--model",
+    "model_config": "--model-config",
+    "train_data": "--train-data",
+    "eval_data": "--eval-data",
+    "seed": "--seed",
+}
 _GENERATE = """\
 {imports}
 
@@ -186,6 +193,7 @@ def write_model_card(
         kind.note,
         _held_out(results),
         _recipe(config, results),
+        _command(method, config),
         _versions(results),
     ]
     atomic_write_text(folder / "README.md", "\n\n".join(section for section in sections if section) + "\n")
@@ -255,6 +263,16 @@ def _held_out(results: Mapping[str, Any]) -> str:
         return ""
     lines = [f"| {name} | {_number(before.get(name))} | {_number(after[name])} |" for name in names]
     return "\n".join(["## Held-out metrics", "", "| metric | before | after |", "|---|---|---|", *lines])
+
+
+def _command(method: str, config: Mapping[str, Any]) -> str:
+    """The command that trains with the same settings, where they are those of a command."""
+    known = METHODS.get(method)
+    usual = known.defaults(config) if known else {}
+    if not usual or not usual.keys() <= config.keys():
+        return ""
+    command = settings_command(f"rlhf-train {method}", config, usual, _OPTIONS)
+    return f"The same training again:\n\n```\n{command}\n```"
 
 
 def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -173,6 +174,9 @@ _VERDICTS, _VERDICTS_ON_REPORTS = 0.98, 0.9
 class DemoSettings(BaseConfig):
     """Sizes of the demonstration models and lengths of their trainings."""
 
+    prebuilt: bool = False
+    """Take the models that come with the package, built with seed 0 and the settings below as they are,
+    so that nothing is built; for the world of stories."""
     hidden_size: int = Field(default=64, ge=8)
     """Width of the base."""
     num_layers: int = Field(default=2, ge=1)
@@ -216,6 +220,22 @@ class DemoSettings(BaseConfig):
     def least_verdict_accuracy(self) -> float:
         """Share of true verdicts that the base must reach."""
         return _VERDICTS if self.min_verdict_accuracy is None else self.min_verdict_accuracy
+
+
+_BUILT_FOR = (
+    "policy_model.model_name",
+    "policy_model.prompt_template",
+    "monitor_model.model_name",
+    "monitor_model.prompt_template",
+    "data.train_data",
+    "data.rules",
+    "data.columns",
+    "data.world",
+    "data.story_world",
+    "data.label_share",
+)
+"""Settings that the models of the package were built for; with others something would have to be built."""
+_NOT_BUILDING = ("prebuilt", "min_evidence_share", "min_verdict_accuracy", "min_judge_accuracy")
 
 
 class DiagnosticsConfig(BaseConfig):
@@ -304,6 +324,25 @@ class MinMaxConfig(BaseConfig):
             )
         for section in (self.policy_model, self.monitor_model):
             check_not_quantised(section)
+        return self
+
+    @model_validator(mode="after")
+    def _prebuilt_models_suit(self) -> Self:
+        if not self.demo.prebuilt:
+            return self
+        usual = MinMaxConfig()
+        keys = [
+            *_BUILT_FOR,
+            *(f"demo.{name}" for name in DemoSettings.model_fields if name not in _NOT_BUILDING),
+        ]
+        other = [key for key in keys if attrgetter(key)(self) != attrgetter(key)(usual)]
+        if self.held_out.reward_model is not None and self.held_out.reward_model.model_name is None:
+            other.append("held_out.reward_model without a model_name")
+        if other:
+            raise ValueError(
+                "demo.prebuilt takes models that were built for the world of stories with the default "
+                f"settings, and not for {' and '.join(other)}; leave out one or the other"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Builds the models of the demonstration: a base with both roles, a reward model and a judge.
 
-Everything is trained on the spot from question-answering records, in about a minute on one CPU thread for a
-procedural world, and kept in the user's cache folder under a hash of the settings.
+Everything is trained on the spot from question-answering records, in two or three minutes on one CPU thread
+for a procedural world, and kept in the user's cache folder under a hash of the settings.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from rlhf_minmax.demo.trainings import PLANTED_GAP, DemoBuilder, one_thread
 from rlhf_minmax.game.prompts import Prompts
 from rlhf_models import RewardModel, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
-_NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
+_NOT_BUILDING = ("prebuilt", "min_evidence_share", "min_judge_accuracy")
 _OWN_GATES = "gates.json"
 """In the folder of a judge that did not learn from all records."""
 STALE_S = 86400.0
 """Seconds after which what no build has touched was left by a killed one; machines may share a cache."""
 RECIPE = 7
 """Incremented with every change of the recipe below, so that cached models are rebuilt."""
+PREBUILT = Path(__file__).parent / "models"
+"""Models of seed 0 and the default settings, which scripts/build_demo.py writes."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,15 @@ def demo_models(
         force: take models that miss their gates, see `missed_gates`.
 
     Raises:
-        UserError: a model misses its gate, or the cache folder cannot be written to.
+        UserError: a model misses its gate, the cache folder cannot be written to, or what comes with the
+            package is to be rebuilt.
     """
+    if rebuild and settings.prebuilt:
+        raise UserError(
+            "demo.prebuilt takes the models that come with the package, which are not built anew; leave out "
+            "demo.prebuilt or the rebuilding",
+            code="conflicting_options",
+        )
     folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
     if rebuild or not folder.is_dir():
         remove_stale_temps(ensure_writable_folder(folder.parent), untouched_s=STALE_S)
@@ -214,7 +223,9 @@ def demo_folder(
     seed: int,
     cache_folder: Path | None = None,
 ) -> Path:
-    """Cache folder of `demo_models` for these arguments."""
+    """Folder of `demo_models` for these arguments, in the cache or in this package."""
+    if settings.prebuilt:
+        return PREBUILT
     key = json_hash(
         {
             "recipe": RECIPE,
@@ -239,6 +250,8 @@ def _what_builds(settings: DemoSettings) -> dict[str, Any]:
 
 def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings) -> Any:
     """The byte-level tokenizer of the demonstration models, trained on everything they are shown."""
+    if settings.prebuilt:
+        return load_tokenizer(PREBUILT / "base")
     teacher = Teacher(prompts.rules, records, random.Random(0))
     texts = []
     for record in records:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows
+from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows, settings_command
 from rlhf_eval.html import breakable, number, page, section, table, text, verbatim
+from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.report import sections
 from rlhf_minmax.report.exchanges import exchange_cards
 
@@ -59,6 +60,7 @@ _USAGE = (
     ("cost", "Cost (currency of the prices)"),
 )
 _MAX_EXCHANGES = 8
+_OPTIONS = {"seed": "--seed", "data.train_data": "--train-data", "data.eval_data": "--eval-data"}
 
 
 def run_metrics(run_folder: RunFolder) -> list[dict[str, Any]]:
@@ -73,7 +75,8 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     the run's doctor found, the headline metrics, the figures of training, of both players, of every
     constraint and of the outcome, sample exchanges, the break-even check, the prompts as the models saw
     them, the device plan, the wall time, the checks of a validator, the usage of judges behind an API, the
-    config and the versions; a part the run did not record is named as missing.
+    command that plays the same game, the config and the versions; a part the run did not record is named as
+    missing.
 
     Args:
         run_folder: A run with results.json; its config.json, metrics.jsonl and samples.jsonl are used.
@@ -112,10 +115,15 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         section("Wall time", _wall_time(results.get("wall_time") or {})),
         *([section("Checks by the validator", checks)] if checks else []),
         *([section("Judges behind an API", _api_usage(usage))] if usage else []),
+        section("The same game again", _command(config)),
         section("Config", _config(config)),
         section("Versions", _versions(results.get("versions") or {})),
     ]
     atomic_write_text(path, page(f"MinMax RLHF: {run_folder.path.name}", "".join(parts)))
+
+
+def _command(config: dict[str, Any]) -> str:
+    return verbatim(settings_command("rlhf-train minmax", config, MinMaxConfig().to_dict(), _OPTIONS))
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
