@@ -2,6 +2,7 @@
 
     uv run scripts/torture.py --minutes 20 --seed 0
     uv run scripts/torture.py --minutes 5 --only kills memory
+    uv run scripts/torture.py --minutes 5 --only inputs requests --keep found
 
 Prints a JSON line for each trial, and at the end a table: what was tried, how often, in how many trials
 something was lost, a traceback appeared, or something else was found. Lost is a result that differs from the
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, default=[*KINDS], metavar="KIND", help="see --list"
     )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder for inputs that something failed on, as tests/corpus"
+    )
     parser.add_argument("--list", action="store_true", help="list the kinds and end")
     options = parser.parse_args()
     if options.list:
@@ -54,7 +58,7 @@ def main() -> None:
     prepare()
     found: list[Row] = []
     with contextlib.suppress(KeyboardInterrupt):
-        for kind, trial, seconds in trials(options.only, 60 * options.minutes, options.seed):
+        for kind, trial, seconds in trials(options.only, 60 * options.minutes, options.seed, options.keep):
             row = {key: value for key, value in asdict(trial).items() if value}
             print(json.dumps({"kind": kind, **row, "seconds": round(seconds, 1)}), flush=True)
             found.append((kind, trial))
@@ -69,14 +73,19 @@ def prepare() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def trials(kinds: Iterable[str], seconds: float, seed: int) -> Iterator[tuple[str, Trial, float]]:
-    """Trials of these kinds, all kinds in a random order, then again, until the time is over."""
+def trials(
+    kinds: Iterable[str], seconds: float, seed: int, kept: Path | None = None
+) -> Iterator[tuple[str, Trial, float]]:
+    """Trials of these kinds, all kinds in a random order, then again, until the time is over.
+
+    Inputs of them that something failed on are saved in `kept`.
+    """
     rng, until = random.Random(seed), time.monotonic() + seconds
     turns = {kind: cycle(rng.sample(KINDS[kind], len(KINDS[kind]))) for kind in kinds}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name).resolve()
         (folder / "logs").mkdir()
-        place = Place(folder, Commands(folder / "logs", stack))
+        place = Place(folder, Commands(folder / "logs", stack), kept and kept.resolve())
         while True:
             for kind in rng.sample([*turns], len(turns)):
                 if time.monotonic() > until:

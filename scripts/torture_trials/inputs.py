@@ -21,12 +21,14 @@ from rlhf_data.worlds.story_tasks import story_records
 from torture_trials.commands import Ended
 from torture_trials.damage import HOWS, damage, drawn
 from torture_trials.place import Place, cleared
-from torture_trials.trial import Trial, judged
+from torture_trials.trial import Trial, judged, went_wrong
 
 _BATCH = 4
 """Mutants of a trial."""
 _BOUNDED = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))\n"
 """A mutated number may ask for more memory than the machine has."""
+_CORPUS = {"training": "settings", "merge": "merges", "model": "descriptions"}
+"""Kinds of the corpus of bad inputs by what is mutated."""
 _KINDS = {"sft": "sft", "dpo": "preference", "reward": "preference", "kto": "kto"}
 
 
@@ -84,9 +86,13 @@ def spoiled(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _finished(place: Place, words: list[Any]) -> tuple[Ended, tuple[int, ...]]:
-    bound = place.file("bound.py", _BOUNDED)
-    return place.commands.finish(words, prelude=bound), (0, 2)
+def _finished(place: Place, words: list[Any], kind: str, mutant: Path) -> tuple[Ended, tuple[int, ...]]:
+    """The end of a command that reads a mutant, which is kept if that is a bad one."""
+    bound, codes = place.file("bound.py", _BOUNDED), (0, 2)
+    end = place.commands.finish(words, prelude=bound)
+    if went_wrong(end, codes) and mutant.exists():  # damage may have deleted it
+        place.keep(kind, mutant.name if kind == "models" else mutant.suffix[1:], mutant.read_bytes())
+    return end, codes
 
 
 def _short(place: Place, method: str, out: Path, rng: random.Random) -> list[Any]:
@@ -109,7 +115,8 @@ def mutated_rows(place: Place, rng: random.Random) -> Trial:
         else:
             file.write_bytes(spoiled(data, rng))
         words = [*_short(place, method, out, rng), "--train-data", file]
-        ends.append(_finished(place, [*words, *rng.choice(([], ["--on-bad-row", "skip"]))]))
+        words += rng.choice(([], ["--on-bad-row", "skip"]))
+        ends.append(_finished(place, words, "rows", file))
         cleared(out)
     return _batch(f"mutated {form} rows", method, ends)
 
@@ -134,7 +141,7 @@ def mutated_settings(place: Place, rng: random.Random) -> Trial:
         words: list[Any] = ["rlhf-train", "sft", "--config", file, "--output-dir", out, "--dry-run"]
         if which == "merge":
             words = ["rlhf-merge", "run", file, out, "--dry-run"]
-        ends.append(_finished(place, words))
+        ends.append(_finished(place, words, _CORPUS[which], file))
         cleared(out)
     tried = f"mutated {form} of a {which}"
     return _batch(tried, which, ends)
@@ -162,7 +169,7 @@ def mutated_model(place: Place, rng: random.Random) -> Trial:
         if tried != "rlhf-train":
             words = ["rlhf-serve", "generate", "--model", model, "--input", prompts, "--output", out]
             words += ["--max-tokens", 4]
-        ends.append(_finished(place, words))
+        ends.append(_finished(place, words, "models", path))
         cleared(model)
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
     return _batch(f"mutated model, {tried}", "", ends)

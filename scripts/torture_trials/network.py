@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from malformed_requests import MAX_BODY_BYTES, check_answer, exchange, requests
+from malformed_requests import MAX_BODY_BYTES, Sent, check_answer, exchange, requests
 from torture_trials.place import Place
 from torture_trials.servers import QUESTIONS, SAMPLED, Server, same_answers, undisturbed
 from torture_trials.trial import Trial, judged
@@ -190,16 +190,22 @@ def malformed_requests(place: Place, rng: random.Random) -> Trial:
     server = Server(place)
     lost = same_answers(server, place)
     for sent in requests(rng.randrange(2**32), _REQUESTS):
-        try:
-            answer = exchange(server.port, sent)
-            if answer is not None:
-                check_answer(sent.what, sent.method, *answer)
-            elif sent.what not in _MALFORMED_CLOSE:
-                lost.append(f"no answer to {sent.what}")
-        except (AssertionError, OSError, ValueError) as error:
-            lost.append(f"{sent.what}: {error!r} to {sent.raw[:600]!r}")
+        if wrong := wrong_answer(server.port, sent):
+            lost.append(wrong)
+            place.keep("requests", "", sent.raw)
     lost += same_answers(server, place)
     trial = judged(
         "malformed requests", [(server.stop(), (0,))], detail=f"bodies of up to {MAX_BODY_BYTES}", lost=lost
     )
     return Trial(trial.tried, trial.detail, trial.lost, trial.traceback, count=_REQUESTS)
+
+
+def wrong_answer(port: int, sent: Sent) -> str:
+    """What is wrong with the answer to a malformed request; empty if nothing is."""
+    try:
+        answer = exchange(port, sent)
+        if answer is not None:
+            check_answer(sent.what, sent.method, *answer)
+    except (AssertionError, OSError, ValueError) as error:
+        return f"{sent.what}: {error!r} to {sent.raw[:600]!r}"
+    return f"no answer to {sent.what}" if answer is None and sent.what not in _MALFORMED_CLOSE else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import corpus
 from files import metrics_of, read_json
 from killed_runs import MODEL
 from rlhf_data.runs.checksums import find_damage
@@ -48,10 +50,11 @@ class Place:
     Args:
         folder: for everything.
         commands: starts commands.
+        kept: where inputs that something failed on are kept; None for nowhere.
     """
 
-    def __init__(self, folder: Path, commands: Commands) -> None:
-        self.folder, self.commands = folder, commands
+    def __init__(self, folder: Path, commands: Commands, kept: Path | None = None) -> None:
+        self.folder, self.commands, self.kept = folder, commands, kept
         self._count = 0
         self._whole: dict[str, tuple[Path, float]] = {}
         (folder / "model.yaml").write_text(MODEL)
@@ -66,6 +69,19 @@ class Place:
         path = self.folder / name
         path.write_text(text)
         return path
+
+    def keep(self, kind: str, name: str, data: bytes) -> None:
+        """Save an input that something failed on, in the form that the corpus of bad inputs has.
+
+        Args:
+            kind: of the corpus.
+            name: the end of the file's name, such as `config.json`; none for a request.
+            data: its content; models of this place get the names that the corpus has for them.
+        """
+        if self.kept is not None:
+            data = data.replace(f"{self.folder}/".encode(), b"")
+            found = f"found_{hashlib.sha256(data).hexdigest()[:8]}"
+            corpus.keep(self.kept, kind, f"{found}.{name}" if name else found, data)
 
     def training(self, method: str, run: Path, **settings: Any) -> list[Any]:
         """The command that starts a run in a folder, or resumes it as the guide says."""

@@ -56,3 +56,9 @@ def judged(
         if TRACEBACK in text:
             traceback = text[text.index(TRACEBACK) :][-_SHOWN:]
     return Trial(tried, detail, tuple(gone), traceback, tuple(findings))
+
+
+def went_wrong(end: Ended, codes: Iterable[int]) -> bool:
+    """Whether a command ended as none should."""
+    trial = judged("", [(end, codes)])
+    return bool(trial.lost or trial.traceback)

@@ -165,6 +165,9 @@ def test_overrides_leave_the_input_alone_and_make_sections():
         ("=3", "invalid_override"),
         ("a..b=3", "invalid_override"),
         ("a=[1", "invalid_yaml"),
+        ("a=&a [*a]", "invalid_yaml"),
+        ("a=!!bool x", "invalid_yaml"),
+        ("a=2026-02-31", "invalid_yaml"),
         ("training.batch_size.x=3", "not_a_section"),
     ],
 )

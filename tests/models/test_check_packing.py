@@ -81,7 +81,9 @@ def test_decoders_are_accepted_in_every_precision(name: str, dtype: torch.dtype)
     check_packing(prepare_for_packing(model.to(dtype)))
 
 
-@pytest.mark.parametrize("sizes", [{"vocab_size": 7}, {"max_position_embeddings": 3}])
+@pytest.mark.parametrize(
+    "sizes", [{"vocab_size": 2}, {"vocab_size": 4}, {"vocab_size": 7}, {"max_position_embeddings": 3}]
+)
 def test_the_check_fits_small_models(sizes: dict[str, int]) -> None:
     check_packing(prepare_for_packing(tiny_model("llama", **sizes)))
 

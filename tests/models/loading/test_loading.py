@@ -23,8 +23,6 @@ from rlhf_models import (
     RewardEnsemble,
     RewardModel,
     add_adapters,
-    check_prompt_fits,
-    context_length,
     disable_dropout,
     encode_completion,
     encode_prompt,
@@ -34,7 +32,6 @@ from rlhf_models import (
     token_logps,
 )
 from rlhf_models.loading import pretrained
-from rlhf_models.loading.fits import check_tokenizer_fits
 from rlhf_models.loading.pretrained import check_weights
 
 # 4-bit weights come in blocks of 64.
@@ -321,19 +318,6 @@ def test_prompts_get_a_start_token_and_no_end_token(byte_tokenizer):
     plain = byte_tokenizer(" mary went")["input_ids"]
     assert encode_prompt(tokenizer, " mary went") == [1, *plain]
     assert encode_completion(tokenizer, " mary went") == plain
-
-
-def test_a_prompt_longer_than_the_context_is_refused(tiny_llama):
-    assert context_length(tiny_llama) == 512
-    assert context_length(tiny_model("gpt2")) == 128
-    check_prompt_fits(tiny_llama, 512, "the prompt")
-    with raises_error("context_too_short", length=513, limit=512):
-        check_prompt_fits(tiny_llama.config, 513, "the prompt of row 3")
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(byte_tokenizer):
-    with raises_error("tokenizer_does_not_fit"):
-        check_tokenizer_fits(tiny_model("llama", vocab_size=299), byte_tokenizer)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "mistral", "gemma2", "qwen2", "qwen3"])

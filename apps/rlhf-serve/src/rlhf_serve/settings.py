@@ -89,7 +89,7 @@ class ModelSettings(BaseConfig):
     """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
     """File with a chat template, for a tokenizer that has none."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of the demonstration's models; those of 0 come with the package."""
     max_batch_tokens: int = Field(default=1 << 17, ge=1)
     """transformers: prompt and completion tokens whose keys and values are held at a time."""
@@ -202,7 +202,7 @@ class FileSettings(ModelSettings, RowsSettings):
     """Divides positive and multiplies negative logits of tokens that were there; 1 leaves them."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion."""
-    sampling_seed: int = Field(default=0, ge=0)
+    sampling_seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of the samples."""
 
 

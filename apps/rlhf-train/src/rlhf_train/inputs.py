@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def check_inputs(config: BaseConfig, *, dry_run: bool = False) -> None:
         if key in _MODELS:
             check_available(name)
             check_whole(name)
-        elif not Path(name).exists() and not (key in _ROWS and _may_be_on_hub(name)):
+        elif not os.path.exists(name) and not (key in _ROWS and _may_be_on_hub(name)):
             hint = _DEEPSPEED if key == "deepspeed" else "check the path"
             raise UserError(f"{key}: {name} does not exist; {hint}", code="file_not_found")
     for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():

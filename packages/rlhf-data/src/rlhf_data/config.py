@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rlhf_data.config_text import parse_json, parse_yaml, yaml_place
 from rlhf_data.errors import UserError
 from rlhf_data.runs.model_folders import model_folder
 from rlhf_data.runs.paths import absolute_path, relocated
@@ -179,7 +180,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         )
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_ConfigLoader)
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except FileNotFoundError as error:
         raise UserError(
             f"config file {path} does not exist; check the path given to --config", code="file_not_found"
@@ -198,12 +199,11 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         ) from error
     except yaml.YAMLError as error:
         raise UserError(
-            f"config file {path}{_yaml_place(error)}; correct that line", code="invalid_yaml"
+            f"config file {path}{yaml_place(error)}; correct that line", code="invalid_yaml"
         ) from error
-    except (ValueError, RecursionError) as error:  # too many digits, no such day, too deep
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    except ValueError as error:  # too many digits, no such day, too deep
         raise UserError(
-            f"config file {path}: a value cannot be read ({why}); correct it", code="unreadable_value"
+            f"config file {path}: a value cannot be read ({error}); correct it", code="unreadable_value"
         ) from error
     if values is None:
         return {}
@@ -243,23 +243,6 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return result
 
 
-class _ConfigLoader(yaml.SafeLoader):
-    """Safe YAML whose floats follow YAML 1.2: `1e-5` is a number."""
-
-
-_ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def _yaml_place(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "invalid YAML"
-    return f", line {mark.line + 1}: {problem}" if mark else f": {problem}"
-
-
 def _as_mapping(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(
@@ -275,8 +258,8 @@ def _copy_sections(values: dict[str, Any]) -> dict[str, Any]:
 
 def _parse_value(text: str, override: str) -> Any:
     try:
-        return yaml.load(text, Loader=_ConfigLoader)
-    except yaml.YAMLError as error:
+        return parse_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(
             f"override {override!r}: the value is not readable as YAML; quote it", code="invalid_yaml"
         ) from error

@@ -51,7 +51,7 @@ class StepsConfig(BaseConfig):
     """Optimizer steps; above 0 it replaces `num_train_epochs`."""
     shuffle: bool = True
     """Shuffle the examples in each epoch; false keeps their order."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=1 << 63)
     """Seed of the data order and of dropout."""
     dataloader_num_workers: int = Field(default=1, ge=0)
     """Threads of each process that read and tokenise streamed rows ahead of the step; 0 reads them in it."""

@@ -36,7 +36,7 @@ class RLHFConfig(BaseConfig):
     """Rows of the stage `ppo`."""
     stages: tuple[Stage, ...] = STAGES
     """Stages to run, in this order."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of every stage."""
     distributed: ClusterConfig | None = None
     """Training processes on a Ray cluster, in which all stages run; null trains in this process."""

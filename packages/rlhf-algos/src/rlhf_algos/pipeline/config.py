@@ -77,7 +77,7 @@ class PipelineConfig(BaseConfig):
 
     model: str | None = None
     """Model that has the role policy before anything is promoted; null for none."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of stages that have one and do not set it."""
     stages: dict[str, StageConfig]
     """Stages by name, in their order; one with `rounds` is a loop."""
@@ -102,7 +102,7 @@ class PipelineConfig(BaseConfig):
             kind = stage.get("kind", name)
             given = ", ".join(words for key, words in source.given if name in key.split("."))
             place = f"{source.name} with {given}" if given else source.name
-            if kind not in KINDS:
+            if not isinstance(kind, str) or kind not in KINDS:
                 raise UserError(
                     f"{place}: stages.{name} is of unknown kind {kind}; expected one of {', '.join(KINDS)}",
                     code="unknown_kind",

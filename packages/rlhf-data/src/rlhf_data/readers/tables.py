@@ -6,10 +6,12 @@ import csv
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import UserError
+from rlhf_data.errors import UserError, is_out_of_memory
+from rlhf_data.readers.json_lines import is_damage
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 10_000_000
@@ -60,16 +62,29 @@ def _part(datasets: Any, repository: str, part: str) -> dict[str, Any]:
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file, a batch in memory at a time."""
-    import pyarrow
     import pyarrow.parquet
 
+    with table_errors(str(path), "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def table_errors(name: str, kind: str) -> Iterator[None]:
+    """The boundary around a file of tables; what is wrong with it or a value in it is a `UserError`."""
+    import pyarrow
+
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+        yield
+    except (pyarrow.ArrowException, EOFError, OSError) as error:
+        if not is_damage(error) or is_out_of_memory(error):
+            raise
         raise UserError(
-            f"data file {path} is not valid Parquet ({error}); copy it again", code="damaged_file"
+            f"data file {name} is not valid {kind} ({error}); copy it again", code="damaged_file"
+        ) from error
+    except (OverflowError, ValueError) as error:  # a date that Python has not, a text that is no UTF-8
+        raise UserError(
+            f"data file {name}: a value cannot be read ({error}); correct it", code="unreadable_value"
         ) from error
 
 
@@ -77,14 +92,9 @@ def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow IPC file (stream or file format)."""
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(str(path)) as file:
-            for batch in _batches(file):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(
-            f"data file {path} is not valid Arrow ({error}); copy it again", code="damaged_file"
-        ) from error
+    with table_errors(str(path), "Arrow"), pyarrow.memory_map(str(path)) as file:
+        for batch in _batches(file):
+            yield from batch.to_pylist()
 
 
 def _batches(file: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rlhf_data.errors import UserError
@@ -36,16 +37,16 @@ def model_folder(name: str) -> str:
 
 
 def _holds_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _MODEL_FILES)
+    return any(os.path.isfile(folder / name) for name in _MODEL_FILES)  # also of names that are too long
 
 
 def _is_run(folder: Path) -> bool:
     """Whether it is a run's folder, whose config.json names no kind of model."""
-    if any((folder / name).is_file() for name in _MODEL_FILES[1:]):
+    if any(os.path.isfile(folder / name) for name in _MODEL_FILES[1:]):
         return False
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return _holds_model(folder / "final")
     if not isinstance(config, dict) or "model_type" in config:
         return False

@@ -6,6 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +16,7 @@ from rlhf_data.errors import UserError
 from rlhf_data.readers.files import parse_line
 from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.lmdb_rows import lmdb_length, lmdb_row, open_lmdb
-from rlhf_data.readers.tables import MAX_LINE_BYTES, TOO_LONG
+from rlhf_data.readers.tables import MAX_LINE_BYTES, TOO_LONG, table_errors
 from rlhf_data.streaming.line_index import BLOCK_BYTES, line_blocks
 
 OnProgress = Callable[[int, int], None]
@@ -134,25 +135,19 @@ class TableShard(Shard):
 
     def block(self, number: int, index: BlockIndex) -> Block:
         """See `Shard`."""
-        import pyarrow
-
-        try:
+        with self.errors():
             table = self.table(number, index)
-        except pyarrow.ArrowException as error:
-            raise self.damaged(error) from error
         columns = dict(zip(table.schema.names, table.columns, strict=True))
 
         def row(at: int) -> RowFields:
-            return {name: column[at].as_py() for name, column in columns.items()}
+            with self.errors(f", row {index.rows[number] + at + 1}"):
+                return {name: column[at].as_py() for name, column in columns.items()}
 
         return Block(row, table.nbytes)
 
-    def damaged(self, error: Exception) -> UserError:
-        """The message where the file cannot be read."""
-        kind = "Parquet" if self.suffix == ".parquet" else "Arrow"
-        return UserError(
-            f"data file {self.name} is not valid {kind} ({error}); copy it again", code="damaged_file"
-        )
+    def errors(self, row: str = "") -> AbstractContextManager[None]:
+        """The boundary around reading the file, or a row of it; see `table_errors`."""
+        return table_errors(f"{self.name}{row}", "Parquet" if self.suffix == ".parquet" else "Arrow")
 
 
 class ParquetShard(TableShard):
@@ -163,14 +158,10 @@ class ParquetShard(TableShard):
 
     def index(self, on_progress: OnProgress) -> BlockIndex:
         """See `Shard`; reads the footer."""
-        import pyarrow
         import pyarrow.parquet
 
-        try:
-            with pyarrow.parquet.ParquetFile(self.path) as file:
-                groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        except pyarrow.ArrowException as error:
-            raise self.damaged(error) from error
+        with self.errors(), pyarrow.parquet.ParquetFile(self.path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         return _index([group.num_rows for group in groups], [group.total_byte_size for group in groups])
 
     def table(self, number: int, index: BlockIndex) -> Any:
@@ -194,25 +185,22 @@ class ArrowShard(TableShard):
         import pyarrow.ipc
 
         places, rows = list[int](), list[int]()
-        try:
-            with pyarrow.memory_map(str(self.path)) as file:
-                schema = _arrow_schema(file)
-                while True:
-                    place = file.tell()
-                    try:
-                        message = pyarrow.ipc.read_message(file)
-                    except EOFError:
-                        break
-                    if message.type != "record batch":
-                        raise UserError(
-                            f"data file {self.name} has columns of dictionaries, whose batches cannot be "
-                            "read alone; write it again with rlhf-report pack",
-                            code="dictionary_columns",
-                        )
-                    places.append(place)
-                    rows.append(pyarrow.ipc.read_record_batch(message, schema).num_rows)
-        except (pyarrow.ArrowException, EOFError) as error:
-            raise self.damaged(error) from error
+        with self.errors(), pyarrow.memory_map(str(self.path)) as file:
+            schema = _arrow_schema(file)
+            while True:
+                place = file.tell()
+                try:
+                    message = pyarrow.ipc.read_message(file)
+                except EOFError:
+                    break
+                if message.type != "record batch":
+                    raise UserError(
+                        f"data file {self.name} has columns of dictionaries, whose batches cannot be "
+                        "read alone; write it again with rlhf-report pack",
+                        code="dictionary_columns",
+                    )
+                places.append(place)
+                rows.append(pyarrow.ipc.read_record_batch(message, schema).num_rows)
         return BlockIndex(np.cumsum([0, *rows], dtype=np.int64), np.array([*places, place], dtype=np.int64))
 
     def table(self, number: int, index: BlockIndex) -> Any:

@@ -40,7 +40,7 @@ class VLLMSettings(BaseConfig):
     """Devices that the model is spread over."""
     enforce_eager: bool = False
     """Start without compiling and CUDA graphs: sooner, but slower generation."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of vLLM's own random state, which no request with a seed uses."""
     speculative_config: dict[str, bool | int | float | str] | None = None
     """How vLLM speculates, under its names, such as `{"method": "ngram", "num_speculative_tokens": 4}`."""

@@ -146,7 +146,7 @@ class MergeConfig(_Flat):
     ignore: _Patterns = ()
     """Names of tensors to leave out of the result, with `*` and `?`: those that only some models have."""
 
-    seed: Annotated[Whole, Field(ge=0)] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the random masks, >= 0."""
 
     def __init__(self, /, **values: Any) -> None:

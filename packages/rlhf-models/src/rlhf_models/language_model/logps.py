@@ -85,7 +85,9 @@ def check_packing(model: Any) -> None:
     lm = causal_lm(model)
     config = lm.config.get_text_config()
     size = _part_size(config)
-    stem, left, right, other = (torch.arange(4 * size) % config.vocab_size).view(4, size).tolist()
+    apart = size if 4 * size <= config.vocab_size else 1  # so that parts of few different tokens differ too
+    starts = apart * torch.arange(4).unsqueeze(1)
+    stem, left, right, other = ((starts + torch.arange(size)) % config.vocab_size).tolist()
     texts = [stem + left, stem + right, other]
     (batch,) = pack([TokenSequence(ids, len(ids)) for ids in texts])
     paths = [batch.path(q) for q in range(batch.num_sequences)]
@@ -178,7 +180,15 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
 def run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
     """Output of the backbone for a batch, padded with rows on some processors (`rounding`)."""
     lm = causal_lm(model)
-    check_positions(lm.config.get_text_config(), batch)
+    config = lm.config.get_text_config()
+    check_positions(config, batch)
+    on_cpu = batch.input_ids.device.type == "cpu"  # elsewhere a look at the tokens would be waited for
+    if on_cpu and (largest := int(batch.input_ids.max())) >= config.vocab_size:
+        raise UserError(
+            f"a text has the token {largest}, and the model's tokens are 0 to {config.vocab_size - 1}; look "
+            "for special tokens that the model does not know",
+            code="unknown_token",
+        )
     extra = rounding(batch.num_tokens, next(lm.parameters()))
     ids, positions = (pad(x, (0, extra)) for x in (batch.input_ids, batch.position_ids))
     return _run(model, ids, positions, TreeAttention(batch), **options)

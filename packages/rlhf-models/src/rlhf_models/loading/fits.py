@@ -54,14 +54,19 @@ def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, wh
 def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: Any) -> None:
     """Check that a model has an embedding for every token of a tokenizer.
 
+    Special tokens that nothing uses may lack one, such as that for images in Gemma 3 without a vision tower.
+
     Raises:
-        UserError: a token has none.
+        UserError: another token has none.
     """
     config = model if isinstance(model, PreTrainedConfig) else model.config
     vocab_size = config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
+    beyond = {i for i in tokenizer.get_vocab().values() if i >= vocab_size}
+    unused = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused -= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    if beyond - unused:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model only {vocab_size} embeddings; "
+            f"the tokenizer has ids up to {max(beyond)} but the model only {vocab_size} embeddings; "
             "take the tokenizer that belongs to the model",
             code="tokenizer_does_not_fit",
         )

@@ -51,7 +51,7 @@ class TokenizerConfig(BaseConfig):
 
     tokenizer: str | None = None
     """Folder or hub name of a tokenizer; null: byte-level BPE trained on the given texts."""
-    vocab_size: int | None = Field(default=None, ge=1)
+    vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
     """Rows of the embedding, and tokens of a tokenizer that is trained; null: as many as a named tokenizer
     has, 4096 for a trained one."""
     tokenizer_characters: int = Field(default=10_000_000, ge=1)
@@ -63,18 +63,18 @@ class ModelConfig(TokenizerConfig):
 
     architecture: Literal["gpt2", "llama"] = "gpt2"
     """`gpt2`: learned positions, LayerNorm, one MLP; `llama`: rotary positions, RMSNorm, gated MLP."""
-    hidden_size: int = Field(default=256, ge=1)
+    hidden_size: int = Field(default=256, ge=1, le=1 << 24)
     """Width of the hidden states; a multiple of num_heads."""
-    num_layers: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=4, ge=1, le=1 << 16)
     """Transformer blocks."""
     num_heads: int = Field(default=4, ge=1)
     """Attention heads."""
     num_key_value_heads: int | None = Field(default=None, ge=1)
     """Llama: heads of keys and values, each shared by several query heads; null: as many as num_heads."""
-    intermediate_size: int | None = Field(default=None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=1, le=1 << 24)
     """Width inside the MLP; null: 4 hidden_size for GPT-2, 8/3 hidden_size, rounded up to a multiple of 64,
     for Llama."""
-    max_seq_length: int = Field(default=1024, ge=2)
+    max_seq_length: int = Field(default=1024, ge=2, le=1 << 30)
     """Longest text in tokens."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability while training: GPT-2 drops embeddings, attention and what blocks add, Llama

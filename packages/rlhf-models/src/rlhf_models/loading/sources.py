@@ -26,7 +26,7 @@ def check_not_a_missing_path(name_or_path: str | Path) -> None:
     """Refuse what is written as a path, or as a hub name never is, and is not there."""
     name = str(name_or_path)
     written_as_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
-    if written_as_path and not Path(name).exists():
+    if written_as_path and not os.path.exists(name):
         raise UserError(
             f"model folder {name} does not exist; check the path, or give a name on the hub",
             code="model_not_found",
@@ -73,7 +73,15 @@ def check_whole(folder: str | Path) -> None:
         for path in _weight_files(folder):
             with safe_open(path, framework="np"):
                 pass
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
             f"model folder {folder} cannot be loaded: {reason}", code="unreadable_weights"
@@ -87,7 +95,7 @@ def _base_of(folder: Path) -> Path | None:
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         base = Path(config["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError):  # refused where the adapter is loaded
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # refused where the adapter is loaded
         return None
     return None if base.resolve() == folder.resolve() else base
 
@@ -108,10 +116,17 @@ def check_available(name_or_path: str | Path) -> None:
         UserError: it is none of them, or the hub cannot be reached.
     """
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     check_not_a_missing_path(name_or_path)
     name = str(name_or_path)
-    if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if os.path.exists(name):
+        return
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name that a model of the hub can have
+        cached = None
+    if not isinstance(cached, str):
         check_on_hub(name)
 
 
@@ -127,6 +142,8 @@ def check_on_hub(name: str) -> None:
     except (HfHubHTTPError, HFValidationError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = _HUB_STATES.get(status or 0, str(error).strip().partition("\n")[0])
+        if isinstance(error, HFValidationError):
+            reason = "cannot be: names there have letters, digits, '-', '_', '.' and at most one '/'"
         raise UserError(
             f"model {name!r} is not a folder and not in the local Hugging Face cache, and on the hub it "
             f"{reason}; check the name, log in with `hf auth login`, or give a model folder",

@@ -1,0 +1,42 @@
+"""Whether texts and tokenizers fit a model."""
+
+import copy
+
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
+from rlhf_models import check_prompt_fits, context_length, encode_prompt, tiny_model, token_logps
+from rlhf_models.loading.fits import check_tokenizer_fits
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny_llama):
+    assert context_length(tiny_llama) == 512
+    assert context_length(tiny_model("gpt2")) == 128
+    check_prompt_fits(tiny_llama, 512, "the prompt")
+    with raises_error("context_too_short", length=513, limit=512):
+        check_prompt_fits(tiny_llama.config, 513, "the prompt of row 3")
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(byte_tokenizer):
+    with raises_error("tokenizer_does_not_fit"):
+        check_tokenizer_fits(tiny_model("llama", vocab_size=299), byte_tokenizer)
+
+
+def test_a_special_token_without_an_embedding_is_refused_only_where_it_is_used(byte_tokenizer):
+    """Gemma 3 of 1B has a token for images, one more than embeddings."""
+    tokenizer, model = copy.deepcopy(byte_tokenizer), tiny_model("llama", vocab_size=len(byte_tokenizer))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    check_tokenizer_fits(model, tokenizer)
+    assert max(encode_prompt(tokenizer, "an <image>")) < len(
+        byte_tokenizer
+    )  # no text is read as a special token
+    ids = [5, tokenizer.convert_tokens_to_ids("<image>")]
+    (batch,) = pack([TokenSequence(ids, 1)])
+    with raises_error("unknown_token"):
+        token_logps(model, batch)
+    tokenizer.pad_token = "<image>"
+    with raises_error("tokenizer_does_not_fit"):
+        check_tokenizer_fits(model, tokenizer)
+    plain = copy.deepcopy(byte_tokenizer)
+    plain.add_tokens(["<image>"])
+    with raises_error("tokenizer_does_not_fit"):
+        check_tokenizer_fits(model, plain)
