@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import jsonschema_rs
@@ -201,3 +202,12 @@ def test_log_probs_of_prompts(engine: TransformersEngine) -> None:
             expected.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist(), abs=2e-5
         )
         assert [[token for token, _ in top] for top in found.tops] == expected.topk(3).indices.tolist()
+
+
+def test_without_xgrammar_it_says_what_to_install(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    fresh = TransformersEngine(engine.model, engine.tokenizer)
+    with raises_error("missing_package"):
+        texts(fresh, SamplingParams(max_new_tokens=4, constraint=Constraint("regex", "a")))

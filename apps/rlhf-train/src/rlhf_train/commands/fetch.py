@@ -18,7 +18,7 @@ def fetch_configs(folder: str) -> None:
     """Write every config into a new folder, and say where.
 
     Raises:
-        UserError: the folder exists, for its files may have been changed.
+        UserError: the folder exists, for its files may have been changed; or the package has no configs.
     """
     target = Path(folder)
     if os.path.lexists(target):
@@ -26,6 +26,12 @@ def fetch_configs(folder: str) -> None:
             f"{folder} exists, and nothing in it is overwritten; name a new folder", code="folder_exists"
         )
     sources = sorted(path for path in _CONFIGS.rglob("*") if path.is_file())
+    if not sources:
+        raise UserError(
+            "this installation has no configs, for it was made from a copy of the repository without its "
+            "links; take the folder configs of the repository",
+            code="no_configs",
+        )
     with atomic_folder(target) as temporary:
         for source in sources:
             path = temporary / source.relative_to(_CONFIGS)

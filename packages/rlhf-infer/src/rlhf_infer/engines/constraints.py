@@ -77,10 +77,19 @@ class Grammars:
         tokenizer: the transformers tokenizer.
         vocab_size: of the logits.
         ends: end-of-sequence tokens; they are allowed where a completion may end.
+
+    Raises:
+        UserError: xgrammar is missing.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
-        import xgrammar
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise UserError(
+                "completions of a given form need xgrammar: pip install 'rlhf-infer[grammar]'",
+                code="missing_package",
+            ) from error
 
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(ends)
