@@ -18,6 +18,7 @@ from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.language_model.dropout import evaluating
 from rlhf_models.language_model.head import TokenLogps
 from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.fits import check_tokenizer_fits
 from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
 
@@ -171,7 +172,7 @@ class PolicyModel(nn.Module):
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Recompute each layer in the backward pass to save memory, in train mode; see `AdapterSet`."""
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
+        recompute_layers(self.model, gradient_checkpointing_kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write tokenizer and adapter (PEFT format) or full model (Hugging Face format), atomically."""

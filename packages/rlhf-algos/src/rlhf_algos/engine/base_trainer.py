@@ -30,7 +30,7 @@ from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder, write_checksums
-from rlhf_models import compile_model, is_deferred
+from rlhf_models import compile_model, is_deferred, recompute_layers
 from rlhf_models.loading.saving import outlines
 
 _LOG = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class BaseTrainer(TrainingMethod[Example]):
         self.rows: Sequence[int] = ()
         self.step, self.num_tokens = 0, 0
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
         deferred, dtype = is_deferred(model), train_in_fp32(model)
         self.scorer = self.build_scorer(model)
         train_in_fp32(self.scorer)

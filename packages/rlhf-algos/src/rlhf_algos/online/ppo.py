@@ -22,7 +22,7 @@ from rlhf_algos.online.importance_correction import sampling_correction, with_co
 from rlhf_algos.online.ppo_advantages import PPORewards, compute_token_advantages
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, spread
 from rlhf_data import PackedBatch, PromptExample
-from rlhf_models import ValueHead, ValueModel, is_deferred
+from rlhf_models import ValueHead, ValueModel, is_deferred, recompute_layers
 
 
 class PPOTrainer(OnlineTrainer):
@@ -59,7 +59,7 @@ class PPOTrainer(OnlineTrainer):
     ) -> None:
         self.value_model = value_model or start_value_model(model, tokenizer, config)
         if config.gradient_checkpointing and isinstance(self.value_model, ValueModel):
-            self.value_model.gradient_checkpointing_enable()
+            recompute_layers(self.value_model)
         start, target = config.kl_coef, config.kl_target
         self.controller = (
             AdaptiveKLController(start, target, config.kl_horizon) if target else FixedKLController(start)

@@ -48,21 +48,18 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
 
     The folder is what `save_adapter`, peft or TRL wrote; the model, quantised or not, is changed in place.
     """
-    from peft import PeftModel, get_peft_model
-
-    from rlhf_models.adapters.in_place import add_in_place
+    from rlhf_models.adapters.in_place import add_in_place, with_adapter
 
     config = adapter_config(folder)
     config.inference_mode = False
     config.base_model_name_or_path = model.name_or_path or None
     try:
         with torch.random.fork_rng(devices=[]), stand_ins(model):
-            peft_model = get_peft_model(model, config, adapter_name=adapter)
+            peft_model = with_adapter(model, config, adapter)
     except ValueError as error:
         raise UserError(
             f"adapter folder {folder} does not fit this model: {error}", code="adapter_does_not_fit"
         ) from error
-    assert isinstance(peft_model, PeftModel)
     add_in_place(peft_model)
     load_adapter_weights(peft_model, folder, adapter=adapter)
     return peft_model.eval()

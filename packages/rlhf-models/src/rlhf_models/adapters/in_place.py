@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
@@ -32,6 +34,18 @@ class InPlaceLinear(Linear):
                 fits = update.dtype == torch.promote_types(update.dtype, result.dtype)
                 result = update.add_(result) if fits else result + update
         return result.to(dtype)
+
+
+def with_adapter(model: Any, config: Any, name: str) -> PeftModel:
+    """A model with a first adapter, as peft makes it.
+
+    peft asks whether layers are recomputed under a name that transformers 5.24 warns of.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+        made = get_peft_model(model, config, adapter_name=name)
+    assert isinstance(made, PeftModel)
+    return made
 
 
 def add_in_place(model: nn.Module) -> None:

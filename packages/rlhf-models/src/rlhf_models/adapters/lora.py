@@ -67,19 +67,16 @@ def add_adapters(
         UserError: a target layer does not exist in the model.
         ValueError: no name, a name twice, or a name with a dot.
     """
-    from peft import PeftModel, get_peft_model
-
-    from rlhf_models.adapters.in_place import add_in_place
+    from rlhf_models.adapters.in_place import add_in_place, with_adapter
 
     if not names or len(set(names)) < len(names) or any("." in name or not name for name in names):
         raise ValueError(f"adapter names must be distinct, without dots, and at least one, got {list(names)}")
     config = _lora_config(model, settings or LoraSettings())
     with torch.random.fork_rng(devices=[]), stand_ins(model):
         torch.manual_seed(seed)
-        peft_model = get_peft_model(model, config(), adapter_name=names[0])
+        peft_model = with_adapter(model, config(), names[0])
         for name in names[1:]:
             peft_model.add_adapter(name, config())
-    assert isinstance(peft_model, PeftModel)
     add_in_place(peft_model)
     return peft_model.eval()
 

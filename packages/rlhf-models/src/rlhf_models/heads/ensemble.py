@@ -30,6 +30,7 @@ from rlhf_models.heads.ensemble_scores import EnsembleScores
 from rlhf_models.heads.reward import RewardModel, read_positions
 from rlhf_models.heads.scalar_model import check_choice
 from rlhf_models.language_model.logps import hidden_states
+from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.pretrained import load_config
 
 EnsembleKind = Literal["independent", "adapters", "heads"]
@@ -191,7 +192,7 @@ class IndependentEnsemble(RewardEnsemble):
     ) -> None:
         """See `EnsembleScores.gradient_checkpointing_enable`."""
         for member in self._members:
-            member.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+            recompute_layers(member, gradient_checkpointing_kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See `EnsembleScores.save_pretrained`."""
@@ -264,7 +265,7 @@ class AdapterEnsemble(RewardEnsemble):
             return contextlib.nullcontext(), self.adapters.use(self.adapters.active)
 
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
-        self.model.gradient_checkpointing_enable(options | {"context_fn": contexts})
+        recompute_layers(self.model, options | {"context_fn": contexts})
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See `EnsembleScores.save_pretrained`."""

@@ -15,6 +15,7 @@ from rlhf_data import PackedBatch, Text
 from rlhf_models.heads.reward import encode_scored
 from rlhf_models.heads.scalar_model import check_choice, scores_of
 from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.shards import ShardUnit
 
 Aggregate = Literal["mean", "std", "min", "mean_minus_std"]
@@ -76,7 +77,7 @@ class EnsembleScores(ShardUnit, nn.Module, ABC):
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Recompute each layer in the backward pass to save memory, in train mode."""
-        self.reader.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
+        recompute_layers(self.reader, gradient_checkpointing_kwargs)
 
     @torch.no_grad()
     def scores(

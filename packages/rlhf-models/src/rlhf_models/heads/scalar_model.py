@@ -23,6 +23,7 @@ from rlhf_models.heads.classifiers import (
     save_classifier,
 )
 from rlhf_models.language_model.logps import check_packing, hidden_states
+from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits
 from rlhf_models.loading.shards import ShardUnit
 
@@ -123,7 +124,7 @@ class HeadModel(ShardUnit, nn.Module):
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Recompute each layer in the backward pass to save memory, in train mode."""
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
+        recompute_layers(self.model, gradient_checkpointing_kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer, atomically; an existing folder is replaced.

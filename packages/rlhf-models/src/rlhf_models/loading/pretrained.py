@@ -28,6 +28,7 @@ from transformers.utils.hub import has_file
 from rlhf_data import UserError, absolute_path, atomic_folder, is_out_of_memory
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config
 from rlhf_models.loading.saving import save_weights
 from rlhf_models.loading.shards import forget_pages, load_shards, mapped_files
@@ -91,7 +92,7 @@ def load_causal_lm(
         sharded=sharded,
     )
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     return model
 
 
