@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: the penalty, both Fisher informations, adapters, several tasks."""
+"""Elastic weight consolidation: the penalty, both kinds of Fisher information, adapters, several tasks."""
 
 from __future__ import annotations
 
