@@ -1,7 +1,8 @@
 """The public surface: names and signatures of the packages, options of the commands, settings, metric keys.
 
 Usage: python scripts/public_surface.py [--write]. Prints what the code offers, or writes it to the file that
-a test compares with the code, tests/repo/public_surface.txt; a change of it needs a line in CHANGELOG.md.
+a test compares with the code, tests/repo/public_surface.txt; a change of it needs a line in the
+package's CHANGELOG.md.
 """
 
 from __future__ import annotations

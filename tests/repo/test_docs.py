@@ -29,7 +29,9 @@ PAGES = sorted(
     for pattern in (
         "*.md",
         "docs/*.md",
+        "packages/*/CHANGELOG.md",
         "packages/*/README.md",
+        "apps/*/CHANGELOG.md",
         "apps/*/README.md",
         "benchmarks/*.md",
         "configs/*.md",

@@ -1,8 +1,9 @@
-"""What every member says of itself, and that its licence and its type marker are in what is built of it."""
+"""What every member says of itself, and that licence, changelog and type marker are in what is built."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tarfile
 import tomllib
@@ -61,6 +62,15 @@ def test_license_is_the_repository_s(pyproject: Path):
     assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.parametrize("folder", [ROOT, *(path.parent for path in MEMBERS)], ids=lambda path: path.name)
+def test_the_changelog_begins_with_the_version(folder: Path):
+    project = _project(folder / "pyproject.toml")
+    title, *headings = re.findall(r"^##? (.*)$", (folder / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert title == ("Changelog" if folder == ROOT else f"Changelog of {project['name']}")
+    assert re.fullmatch(rf"{re.escape(project['version'])}, (unreleased|\d{{4}}-\d\d-\d\d)", headings[0])
+    assert not any(heading.endswith("unreleased") for heading in headings[1:])
+
+
 def test_the_citation_agrees_with_the_workspace():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = _project(ROOT / "pyproject.toml")
@@ -83,7 +93,7 @@ def test_issue_templates_are_forms_and_bugs_come_with_the_doctor():
 
 @pytest.mark.slow
 @each_member
-def test_wheel_and_sdist_have_licence_and_type_marker(pyproject: Path, tmp_path: Path):
+def test_wheel_and_sdist_have_licence_changelog_and_type_marker(pyproject: Path, tmp_path: Path):
     name = pyproject.parent.name
     package, version = name.replace("-", "_"), _project(pyproject)["version"]
     command = [os.environ.get("UV", "uv"), "build", "--quiet", "--package", name, "--out-dir", tmp_path]
@@ -96,4 +106,7 @@ def test_wheel_and_sdist_have_licence_and_type_marker(pyproject: Path, tmp_path:
         member = sdist.extractfile(f"{package}-{version}/LICENSE")
         assert member is not None
         assert member.read() == wanted
-        assert f"{package}-{version}/src/{package}/py.typed" in sdist.getnames()
+        assert {
+            f"{package}-{version}/CHANGELOG.md",
+            f"{package}-{version}/src/{package}/py.typed",
+        } <= set(sdist.getnames())
