@@ -107,6 +107,12 @@ def test_a_message_names_what_a_value_comes_from(values, place):
     assert str(caught.value).startswith(f"{place}: ")
 
 
+def test_an_option_whose_key_is_a_word_of_the_sentence_is_not_named():
+    source = SettingsSource("settings", (("model", "--model"), ("draft_tokens", "--draft-tokens")))
+    assert source.at("", "draft_tokens needs a draft model") == "settings with --draft-tokens"
+    assert source.at("", "the model cannot be loaded") == "settings with --model"
+
+
 def test_unknown_key_is_reported_before_other_mistakes():
     assert "training.batchsize" in _message({"seed": "x", "training": {"batchsize": 1}})
 

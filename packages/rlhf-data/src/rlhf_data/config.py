@@ -100,7 +100,9 @@ class SettingsSource:
             return own[-1]
         prefix = f"{key}." if key else ""
         inside = {k.removeprefix(prefix): words for k, words in self.given if k.startswith(prefix)}
-        part = [words for k, words in inside.items() if re.search(rf"(?<![\w.]){re.escape(k)}(?!\w)", reason)]
+        named = [k for k in inside if re.search(rf"(?<![\w.]){re.escape(k)}(?!\w)", reason)]
+        sure = [k for k in named if re.search(r"[._]", k)]  # of the others some are words of the sentence
+        part = [inside[k] for k in sure or named]
         if key and not reason:
             part = list(inside.values())
         words = ", ".join(dict.fromkeys(part))
