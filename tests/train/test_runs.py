@@ -113,7 +113,8 @@ def test_each_player_may_have_a_model_of_its_own() -> None:
 
     def models(**given: str) -> tuple[str | None, str | None]:
         empty = dict.fromkeys((*_KEY_OF_OPTION, "config", "distributed"), None)
-        options: dict[str, Any] = {**empty, "overrides": (), "no_baseline": False, "force": False, **given}
+        options: dict[str, Any] = {**empty, "overrides": (), "no_baseline": False, "force": False}
+        options |= {"quick": False, **given}
         config = resolve_config(options)
         return config.policy_model.model_name, config.monitor_model.model_name
 

@@ -120,7 +120,7 @@ def check_available(name_or_path: str | Path) -> None:
 
     check_not_a_missing_path(name_or_path)
     name = str(name_or_path)
-    if os.path.exists(name):
+    if not name or os.path.exists(name):  # what no name is, is said where it is used
         return
     try:
         cached = try_to_load_from_cache(name, "config.json")
