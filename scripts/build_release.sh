@@ -14,6 +14,7 @@ mkdir -p "$out"
 # The bill is written from uv.lock, which is not committed: it must be what requirements.lock says.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+[ -d .venv ] || uv sync --quiet
 uv lock --quiet
 uv export --quiet --frozen --no-header --all-packages --all-extras --all-groups --no-emit-workspace >"$work/lock"
 uv run --quiet --no-sync python scripts/same_lock.py requirements.lock "$work/lock"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -37,10 +38,17 @@ from torture_trials.trial import Trial
 Row = tuple[str, Trial]
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+    return value
+
+
 def main() -> None:
     """Parse the options, and try."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=20.0, help="no trial begins after these")
+    parser.add_argument("--minutes", type=_positive, default=20.0, help="no trial begins after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, default=[*KINDS], metavar="KIND", help="see --list"

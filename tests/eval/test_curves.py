@@ -1,9 +1,12 @@
 """Training curves: which metrics, what is drawn of them."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from files import png_size
+from raises import raises_error
 from rlhf_eval import metric_keys, training_curves
 from rlhf_eval.curves import _panel, _running_mean, _whole
 
@@ -92,3 +95,10 @@ def test_a_running_mean_of_one_value_is_that_value():
 )
 def test_steps_are_said_shortly(step, said):
     assert _whole(step) == said
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with raises_error("missing_package"):
+        training_curves(ROWS, ["loss"], tmp_path / "curves.png")
+    assert not list(tmp_path.iterdir())

@@ -32,9 +32,17 @@ def test_what_is_given_beside_it_holds() -> None:
     assert not _resolved("demo.prebuilt=false").demo.prebuilt
 
 
+def test_it_is_over_a_config_file(tmp_path: Path) -> None:
+    config = tmp_path / "game.yaml"
+    config.write_text("training: {max_steps: 7, batch_size: 4}\ndemo: {prebuilt: false}\n")
+    quick = _resolved(config=config)
+    assert quick.demo.prebuilt and (quick.training.max_steps, quick.training.batch_size) == (40, 4)
+
+
 def test_other_rows_are_refused(refused: Callable[..., str], rows_file: Callable[..., Path]) -> None:
     assert "--quick" in refused("--quick", "--train-data", rows_file())
     assert "--quick" in refused("--quick", "--set", "data.world=sums", "--dry-run")
+    assert "--rebuild-demo" in refused("--quick", "--rebuild-demo", "--dry-run")
 
 
 def test_a_game_builds_nothing(cli: Callable[..., Result], tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def test_a_base_model_that_is_not_on_the_hub_is_not_linked(tmp_path, base, monke
     header, text = _card(tmp_path / "final")
     assert header.get("base_model") is None and "Versions" not in text and "Held-out" not in text
     assert f"# {tmp_path.name}\n" in text  # the run's name
-    assert "on `rows`." in text and (base is None or f"from `{base.removeprefix('/')}`" in text)
+    assert "on `rows`." in text and (
+        base is None or f"from `{'...' if base.startswith('/') else ''}{base}`" in text
+    )
 
 
 def test_a_folder_with_a_hub_like_name_is_a_path(tmp_path, monkeypatch):
@@ -108,8 +110,8 @@ def test_local_paths_are_not_published(tmp_path):
     write_model_card(tmp_path, method="grpo", config=config)
     header, text = _card(tmp_path)
     assert "of a person" not in text and str(tmp_path) not in text and "base_model" not in header
-    assert "from `sft/final` on `data/pairs.jsonl`" in text
-    assert '"mine/happy.py:happy"' in text and "https://scores.example/get_reward" in text
+    assert "from `.../sft/final` on `.../data/pairs.jsonl`" in text
+    assert '".../mine/happy.py:happy"' in text and "https://scores.example/get_reward" in text
 
 
 def test_another_method_is_called_by_its_name(tmp_path):
@@ -183,3 +185,11 @@ def test_the_command_of_a_card_gives_the_settings_again(method: str, own: bool, 
     assert named == method and len(words) == (len(given) + 1 if own else 1)
     again = METHODS[method].resolve(apply_overrides({}, words)).to_dict()
     assert again | {"train_data": config["train_data"]} == config
+
+
+def test_the_command_shows_that_paths_are_cut(tmp_path):
+    given = {"model_name_or_path": f"{tmp_path}/my models/sft", "train_data": f"{tmp_path}/rows.jsonl"}
+    write_model_card(tmp_path, method="dpo", config=METHODS["dpo"].resolve(given).to_dict())
+    text = _card(tmp_path)[1]
+    assert "in place of `...`:" in text and f"--train-data .../{tmp_path.name}/rows.jsonl" in text
+    assert "--model '.../my models/sft'" in text

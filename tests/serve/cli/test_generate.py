@@ -32,6 +32,13 @@ def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True
     )
 
 
+def test_a_tokenizer_of_another_model_is_refused(rows: Path, tmp_path: Path) -> None:
+    tokenizer = train_byte_tokenizer(["mary went to the kitchen"], vocab_size=300)
+    save_model(tiny_model("llama", vocab_size=len(tokenizer) - 1), tokenizer, tmp_path / "policy")
+    result = run(tmp_path, rows, tmp_path / "out.jsonl", reward=False)
+    assert result.exit_code == 2 and "embeddings" in result.stderr and not (tmp_path / "out.jsonl").exists()
+
+
 def test_every_row_gets_its_best_completion(folders: Path, rows: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "best.jsonl"
     result = run(folders, rows, output, "--top-k-candidates", "3")

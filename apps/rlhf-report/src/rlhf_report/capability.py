@@ -16,6 +16,8 @@ from rlhf_report.options import progress
 def run_capability(given: Mapping[str, Any]) -> bool:
     """Measure, write the report and print it; whether a suite has become worse."""
     from rlhf_eval.capability import CapabilityReport, CapabilityTester
+    from rlhf_eval.evaluation import load_policy
+    from rlhf_models import adapter_base, check_language_model, is_language_adapter
 
     suites = _suites(given)
     before = CapabilityReport.read(given["before"]) if given["before"] else None
@@ -24,9 +26,6 @@ def run_capability(given: Mapping[str, Any]) -> bool:
     path = Path(given["output_dir"]) if given["output_dir"] else None
     run = RunFolder.create(path, job="capability", resume=path is not None and _unfinished(path))
     with alone_in(run.path):
-        from rlhf_eval.evaluation import load_policy
-        from rlhf_models import adapter_base, check_language_model, is_language_adapter
-
         check_language_model(adapter_base(model) if is_language_adapter(model) else model)
         report = tester.run(load_policy(model, given["dtype"]), progress)
         verdicts = tester.compare(before, report) if before else []

@@ -25,12 +25,31 @@ def bad_row_option(meaning: str) -> Any:
     )
 
 
+_EXTRA_WITH = {"rlhf_models": "models", "rlhf_infer": "models", "torch": "models", "rlhf_minmax": "minmax"}
+"""The extra that brings a package."""
+
+
 def explained(run: Callable[..., None]) -> Callable[..., None]:
-    """A command's function that ends with the sentence of a `UserError`, without a traceback."""
+    """A command's function that ends with the sentence of a `UserError`, without a traceback.
+
+    So does one that needs a package which only an extra brings.
+    """
+
+    def job(*arguments: Any, **options: Any) -> None:
+        try:
+            run(*arguments, **options)
+        except ModuleNotFoundError as error:
+            extra = _EXTRA_WITH.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            raise UserError(
+                f'this needs more than is installed ({error}); run pip install "rlhf-report[{extra}]"',
+                code="missing_package",
+            ) from error
 
     @functools.wraps(run)
     def wrapped(*arguments: Any, **options: Any) -> None:
-        exit_cleanly(functools.partial(run, *arguments, **options))
+        exit_cleanly(functools.partial(job, *arguments, **options))
 
     return wrapped
 
@@ -122,11 +141,6 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 def tokenizer_of(name: str) -> Any:
     """The tokenizer of `--tokenizer`, a model or a run."""
-    try:
-        from rlhf_models import load_tokenizer
-    except ImportError as error:
-        raise UserError(
-            f'--tokenizer needs more than is installed ({error}); run pip install "rlhf-report[models]"',
-            code="missing_package",
-        ) from error
+    from rlhf_models import load_tokenizer
+
     return load_tokenizer(model_folder(name))

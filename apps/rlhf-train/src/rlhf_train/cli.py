@@ -155,7 +155,7 @@ def _minmax_options() -> list[Any]:
             "--quick",
             is_flag=True,
             help="A first look in a minute or two: models that come with the package, and fewer steps and "
-            "stories; --config and others change it.",
+            "stories; --set and other options change it.",
         ),
     ]
 

@@ -64,7 +64,5 @@ def _written(value: Any) -> str:
                 return value
         except UserError:  # read as something else, or as nothing
             pass
-    quoted = json.dumps(value, ensure_ascii=False)
-    return _NOT_ASCII.sub(
-        lambda found: f"\\U{ord(found[0]):08x}", quoted
-    )  # YAML joins no two escapes of JSON
+    quoted = json.dumps(value, ensure_ascii=False)  # not as pairs of escapes, which YAML does not join
+    return _NOT_ASCII.sub(lambda found: f"\\U{ord(found[0]):08x}", quoted)

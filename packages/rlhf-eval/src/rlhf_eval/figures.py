@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data import explain_full_disk
+from rlhf_data import UserError, explain_full_disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -222,8 +222,17 @@ def columns_of(points: list[tuple[float, float]]) -> tuple[list[float], list[flo
 
 
 def styled() -> Any:
-    """Context in which figures have this module's style."""
-    import matplotlib
+    """Context in which figures have this module's style.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError(
+            "figures need matplotlib: pip install 'rlhf-eval[plots]'", code="missing_package"
+        ) from error
 
     return matplotlib.rc_context(_STYLE)
 

@@ -15,16 +15,10 @@ from rlhf_report.options import explained
 @explained
 def command(run: str, output_dir: str | None) -> None:
     """Rewrite the page and the figure of a finished MinMax run from its files."""
-    from rlhf_data import RunFolder, UserError, ensure_writable_folder
+    from rlhf_data import RunFolder, ensure_writable_folder
+    from rlhf_minmax import minmax_figure, write_minmax_report
+    from rlhf_minmax.report.page import run_metrics
 
-    try:
-        from rlhf_minmax import minmax_figure, write_minmax_report
-        from rlhf_minmax.report.page import run_metrics
-    except ImportError as error:
-        raise UserError(
-            f'this report needs more than is installed ({error}); run pip install "rlhf-report[minmax]"',
-            code="missing_package",
-        ) from error
     folder = RunFolder.open(run)
     place = folder.path if output_dir is None else ensure_writable_folder(Path(output_dir))
     write_minmax_report(folder, place / "report.html")

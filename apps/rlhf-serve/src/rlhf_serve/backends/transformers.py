@@ -24,7 +24,14 @@ from rlhf_infer import (
     TransformersEngine,
     first_layers,
 )
-from rlhf_models import PolicyModel, generation_length, is_adapter, load_causal_lm, load_tokenizer
+from rlhf_models import (
+    PolicyModel,
+    check_tokenizer_fits,
+    generation_length,
+    is_adapter,
+    load_causal_lm,
+    load_tokenizer,
+)
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings, ServeSettings
 
@@ -180,7 +187,9 @@ def _load(settings: ModelSettings, model: str) -> tuple[Any, Any]:
     if is_adapter(model):
         policy = PolicyModel.from_pretrained(model, **options)
         return policy.model, policy.tokenizer
-    return load_causal_lm(model, **options), load_tokenizer(model)
+    lm, tokenizer = load_causal_lm(model, **options), load_tokenizer(model)
+    check_tokenizer_fits(lm, tokenizer)
+    return lm, tokenizer
 
 
 def wants_vllm(settings: ModelSettings) -> bool:

@@ -104,8 +104,8 @@ class KeyRing:
             )
         if len(key) < _MIN_LENGTH or not _KEY.fullmatch(key):
             raise UserError(
-                f"API key {name!r}: expected at least {_MIN_LENGTH} characters of printable ASCII without "
-                "spaces; make one with `openssl rand -hex 24`",
+                f"the API key named {name!r}: expected at least {_MIN_LENGTH} characters of printable "
+                "ASCII without spaces; make one with `openssl rand -hex 24`",
                 code="weak_api_key",
             )
         digest = _digest(key)

@@ -26,16 +26,16 @@ _FREE_DISK, _FREE_MEMORY = 5e9, 2e9
 """Bytes below which a run of the tiny models may still end early."""
 _OPEN_FILES = 1024
 _OPTIONAL = {
-    "trl": "--backend trl",
-    "deepspeed": "ZeRO (training.deepspeed, --set deepspeed=FILE)",
-    "bitsandbytes": "quantised weights and 8-bit optimizers",
-    "ray": "workers on a cluster (--distributed)",
-    "vllm": "sampling with vLLM",
-    "tensorboard": "report_to=tensorboard",
-    "wandb": "report_to=wandb",
-    "lm_eval": "tasks of lm-eval",
+    "trl": ("--backend trl", "rlhf-train[trl]"),
+    "deepspeed": ("ZeRO (training.deepspeed, --set deepspeed=FILE)", "rlhf-algos[deepspeed]"),
+    "bitsandbytes": ("quantised weights and 8-bit optimizers", "bitsandbytes"),
+    "ray": ("workers on a cluster (--distributed)", "rlhf-algos[ray]"),
+    "vllm": ("sampling with vLLM", "rlhf-infer[vllm]"),
+    "tensorboard": ("report_to=tensorboard", "rlhf-algos[tensorboard]"),
+    "wandb": ("report_to=wandb", "rlhf-algos[wandb]"),
+    "lm_eval": ("tasks of lm-eval", "rlhf-report[harness]"),
 }
-"""Packages that some settings need."""
+"""Packages that some settings need: for what, and what installs them."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def _requirements() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    for module, use in _OPTIONAL.items():
+    for module, (use, wanted) in _OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
-            yield Finding(module, "note", "not installed", f"only for {use}")
+            yield Finding(module, "note", "not installed", f"only for {use}: pip install '{wanted}'")
 
 
 def _torch() -> Iterator[Finding]:

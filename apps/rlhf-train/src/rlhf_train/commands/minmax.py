@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_algos import trainers
 from rlhf_algos.process_group import is_main_process
-from rlhf_data import RunFolder, apply_overrides, load_config_file
+from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
 from rlhf_train.inputs import check_inputs, check_planned
 from rlhf_train.options import NEWEST, settings_source
@@ -32,7 +32,7 @@ _KEY_OF_OPTION = {
 _SETS = {**_KEY_OF_OPTION, "no_baseline": ("baseline",), "force": ("force",), "quick": ("demo.prebuilt",)}
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force", "quick", "dry_run")
 _QUICK = {"demo.prebuilt": True, "training.max_steps": 40, "data.eval_stories": 256}
-"""Settings of `--quick`, where nothing else gives them."""
+"""Settings of `--quick`, which `--set` and other options change."""
 
 
 def run_minmax(options: dict[str, Any]) -> None:
@@ -48,6 +48,12 @@ def run_minmax(options: dict[str, Any]) -> None:
         _begin(config, run, options)
         return
     config = resolve_config(options)
+    if config.demo.prebuilt and options["rebuild_demo"]:
+        raise UserError(
+            "--rebuild-demo builds models, and --quick (demo.prebuilt) takes those of the package; leave out "
+            "one",
+            code="conflicting_options",
+        )
     with run_of_all(options, _JOB) as run:
         _check(config, run, dry_run=options["dry_run"])
         if not options["dry_run"]:
@@ -63,19 +69,19 @@ def run_minmax(options: dict[str, Any]) -> None:
 
 
 def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
-    """The settings: `--quick`, the config file, then `--set`, then the options, each over the one before."""
+    """The settings: the config file, `--quick`, `--set`, then the options, each over the one before."""
     source = options["config"]
     values = load_config_file(source) if source else {}
     if options["distributed"]:
         values["distributed"] = load_config_file(options["distributed"])
+    if options["quick"]:
+        for key, value in _QUICK.items():
+            _put(values, key, value)
     values = apply_overrides(values, options["overrides"])
     for option, keys in _KEY_OF_OPTION.items():
         if options[option] is not None:
             for key in keys:
                 _put(values, key, options[option])
-    if options["quick"]:
-        for key, value in _QUICK.items():
-            _put_if_missing(values, key, value)
     if options["no_baseline"]:
         values["baseline"] = False
     if options["force"]:
@@ -92,13 +98,6 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values[name] = value
     elif isinstance(inner := values.get(section) or {}, dict):
         values[section] = {**inner, name: value}
-
-
-def _put_if_missing(values: dict[str, Any], key: str, value: Any) -> None:
-    section, _, name = key.rpartition(".")
-    inner = values.get(section)
-    if not (isinstance(inner, dict) and name in inner):
-        _put(values, key, value)
 
 
 def _check(config: MinMaxConfig, run: RunFolder, *, dry_run: bool = False) -> None:

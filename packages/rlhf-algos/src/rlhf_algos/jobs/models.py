@@ -20,6 +20,7 @@ from rlhf_algos.parallel.deepspeed_file import shards_weights
 from rlhf_algos.parallel.memory_plan import Machine
 from rlhf_algos.parallel.precision import check_hardware
 from rlhf_algos.process_group import barrier, init_process_group, is_main_process, world_size
+from rlhf_algos.tracking.trackers import check_trackers
 from rlhf_data import UserError
 from rlhf_models import (
     JudgeModel,
@@ -66,14 +67,15 @@ def check_start(method: Method, config: JobConfig, machine: Machine | None = Non
         machine: what it is planned for; None is this machine with the processes that torchrun started.
 
     Raises:
-        UserError: see `check_hardware` and `check_optimizer`; quantisation without bitsandbytes, or of
-            weights that are sharded; a reward model where a language model is trained.
+        UserError: see `check_hardware`, `check_optimizer` and `check_trackers`; quantisation without
+            bitsandbytes, or of weights that are sharded; a reward model where a language model is trained.
     """
     processes = machine.processes if machine else world_size()
-    elsewhere = {"fp16": None, "activation_offloading": False, "optim": "adamw_torch"}
+    elsewhere = {"fp16": None, "activation_offloading": False, "optim": "adamw_torch", "report_to": ()}
     here = config.model_copy(update=elsewhere) if machine and machine.card else config
     check_hardware(here, job_device(), _dtype(config), world_size=processes)
     check_optimizer(here.optim, job_device())
+    check_trackers(here.report_to)
     if (config.load_in_8bit or config.load_in_4bit) and processes > 1 and shards_weights(config):
         raise UserError(
             "quantised weights are not sharded; leave out load_in_8bit and load_in_4bit, or fsdp and ZeRO-3: "

@@ -36,6 +36,8 @@ _RECIPE = (
     *("lora_alpha", "seed"),
 )
 """Settings in the table; all of them are listed below it."""
+_CUT = "..."
+"""Stands for the beginning of a local path."""
 _OPTIONS = {
     "model_name_or_path": "--model",
     "model_config": "--model-config",
@@ -200,12 +202,14 @@ def write_model_card(
 
 
 def _without_places(value: Any) -> Any:
-    """Settings with what leads to a local file or folder left out, but for its name and its folder's."""
+    """Settings with what leads to a local file or folder replaced by `...`, but for its folder's name."""
     if isinstance(value, Mapping):
         return {key: _without_places(each) for key, each in value.items() if key != "run_folder"}
     if isinstance(value, list | tuple):
         return [_without_places(each) for each in value]
-    return "/".join(Path(value).parts[-2:]) if isinstance(value, str) and Path(value).is_absolute() else value
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        return value
+    return "/".join((_CUT, *Path(value).parts[1:][-2:]))
 
 
 def _kind(folder: Path, method: str) -> _Kind:
@@ -272,7 +276,8 @@ def _command(method: str, config: Mapping[str, Any]) -> str:
     if not usual or not usual.keys() <= config.keys():
         return ""
     command = settings_command(f"rlhf-train {method}", config, usual, _OPTIONS)
-    return f"The same training again:\n\n```\n{command}\n```"
+    paths = f", with folders of your own in place of `{_CUT}`" if f"{_CUT}/" in command else ""
+    return f"The same training again{paths}:\n\n```\n{command}\n```"
 
 
 def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
