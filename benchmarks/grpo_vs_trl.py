@@ -122,8 +122,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for length in options.prompts:
         if length != "hh" and not (length.isdecimal() and int(length) > 0):
             parser.error(f"--prompts {length}: expected hh or a number of tokens above 0")
-    if (options.docs or options.picture) and not options.output:
-        parser.error("--docs and --picture show what is in --output; give it too")
+    if options.picture and not options.output:
+        parser.error("--picture shows what is in --output; give it too")
     if options.quick:
         vars(options).update(QUICK)
     return options
@@ -137,15 +137,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = comparisons(options, Path(folder))
-            kept = publish(rows, options, head | describe(), key=_key, columns=COLUMNS, of_table=_of_data)
+            kept = publish(rows, options, head | describe(), key=_key, columns=COLUMNS)
         if options.picture:
             draw(kept, options.picture)
     except UserError as error:
         sys.exit(f"error: {error}")
-
-
-def _of_data(row: dict[str, Any]) -> bool:
-    return row["prompts"] == "hh"
 
 
 if __name__ == "__main__":

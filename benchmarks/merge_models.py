@@ -15,10 +15,13 @@ from typing import Any
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "vocab_size": 512},
     "220M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32000},
+    "218M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 17, "vocab_size": 512},
     "1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 17, "vocab_size": 32000},
     "2B": {"hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 23, "vocab_size": 32000},
 }
-"""Llama shapes by their number of parameters; no grouped queries, embedding and head not tied."""
+"""Llama shapes by their number of parameters; no grouped queries, embedding and head not tied.
+
+That of 218M has no matrix that is much larger than the others."""
 
 BASE_SCALE, CHANGE_SCALE = 0.02, 0.002
 """Standard deviation of the base's elements and of a fine-tune's difference to it."""

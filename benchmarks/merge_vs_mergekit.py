@@ -1,9 +1,10 @@
 """Merging with `rlhf-merge run` and with mergekit's `mergekit-yaml`: time and memory of whole processes.
 
-A base and three fine-tunes are made (220 million parameters, bfloat16), and each method is merged by both, a
-process each, in turn, from the same config, with the threads that they take by themselves and the models in
-the page cache. After each pair the results are compared; where they do not agree the ratios are left out.
-Then linear against a plain copy of the same bytes. Prints JSON.
+A base and three fine-tunes are made (220 million parameters, bfloat16), and each method is merged by ours, by
+mergekit as it comes (`default`) and by mergekit with the flags of its command that could lower its memory
+(`low memory`, see `WAYS`): a process each, in turn, from the same config, with the threads that they take by
+themselves and the models in the page cache. After each round mergekit's results are compared with ours; where
+they do not agree the ratios are left out. Then linear against a plain copy of the same bytes. Prints JSON.
 
 Both sides have a venv of their own with the same CPU build of torch. Without --ours and --mergekit the venvs
 are made, by uv. Ours waits until its result is on the disk, mergekit does not: `speedup_with_sync` adds to
@@ -41,6 +42,9 @@ from rlhf_data import atomic_write_json
 HERE = Path(__file__).parent
 WEIGHTS = (0.5, 0.3, 0.2)
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "slerp")
+WAYS: dict[str, list[str]] = {"default": [], "low memory": ["--lazy-unpickle", "--out-shard-size", "20M"]}
+"""Flags of mergekit's command. Its others about memory are for GPUs. `--lazy-unpickle` changes only how
+`pytorch_model.bin` is read, which these models are not; a result in small files is not held until the end."""
 IMPORTS = {"ours": "rlhf_merge.cli.commands", "mergekit": "mergekit.scripts.run_yaml"}
 """What each command imports before it can merge."""
 
@@ -73,12 +77,11 @@ class Bench:
         """Folder of a model."""
         return self.folder / "models" / name
 
-    def command(self, side: str, config: Path, out: Path) -> list[str]:
-        """The command that merges on a side."""
-        scripts = self.pythons[side].parent
-        if side == "ours":
-            return [str(scripts / "rlhf-merge"), "run", str(config), str(out)]
-        return [str(scripts / "mergekit-yaml"), str(config), str(out)]
+    def command(self, who: str, config: Path, out: Path) -> list[str]:
+        """The command that merges: ours, or mergekit's in one of its `WAYS`."""
+        if who == "ours":
+            return [str(self.pythons["ours"].parent / "rlhf-merge"), "run", str(config), str(out)]
+        return [str(self.pythons["mergekit"].parent / "mergekit-yaml"), str(config), str(out), *WAYS[who]]
 
     def inside(self, side: str, *arguments: Any) -> Any:
         """What `merge_inside.py` prints, under the Python of a side."""
@@ -102,33 +105,34 @@ def config_of(bench: Bench, method: str) -> dict[str, Any]:
 
 
 def compare_method(bench: Bench, method: str, rounds: int) -> dict[str, Any]:
-    """Merge by both, in turn, and compare."""
+    """Merge by all, in turn, and compare mergekit's results with ours."""
     config = bench.folder / f"{method}.yaml"
     config.write_text(json.dumps(config_of(bench, method), indent=2))  # JSON is YAML too
     reference = bench.model("ft0" if method in ("linear", "slerp") else "base")
-    runs: dict[str, list[dict[str, float]]] = {"ours": [], "mergekit": []}
-    found: list[dict[str, Any]] = []
+    runs: dict[str, list[dict[str, float]]] = {who: [] for who in ("ours", *WAYS)}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for turn in range(rounds):
-        for side in sorted(runs, reverse=turn % 2 == 0):  # who begins takes turns too
-            runs[side].append(_merge_once(bench, side, config))
-        results = [bench.folder / side for side in ("ours", "mergekit")]
-        found.append(bench.inside("mergekit", "compare", *results, reference))
-        for side in runs:
-            shutil.rmtree(bench.folder / side)
-    agree = all(AGREE[method](one) for one in found)
-    return {
-        "method": method,
-        **{side: _medians(own) for side, own in runs.items()},
-        "agree": agree,
-        "differences": found[0],
-        **(_ratios(runs) if agree else {}),
-    }
+        order = list(runs)
+        for who in order[turn % len(order) :] + order[: turn % len(order)]:  # who begins takes turns too
+            runs[who].append(_merge_once(bench, who, config))
+        for way in WAYS:
+            results = (bench.folder / "ours", bench.folder / way)
+            found[way].append(bench.inside("mergekit", "compare", *results, reference))
+        for who in runs:
+            shutil.rmtree(bench.folder / who)
+    row: dict[str, Any] = {"method": method, "ours": _medians(runs["ours"]), "mergekit": {}}
+    for way in WAYS:
+        agree = all(AGREE[method](one) for one in found[way])
+        ratios = _ratios(runs["ours"], runs[way]) if agree else {}
+        own = _medians(runs[way])
+        row["mergekit"][way] = {**own, "agree": agree, "differences": found[way][0], **ratios}
+    return row
 
 
-def _merge_once(bench: Bench, side: str, config: Path) -> dict[str, float]:
-    out = bench.folder / side
+def _merge_once(bench: Bench, who: str, config: Path) -> dict[str, float]:
+    out = bench.folder / who
     os.sync()  # what was written before must not be written during the merge
-    result = measure(bench.command(side, config, out), bench.folder / f"{side}.log")
+    result = measure(bench.command(who, config, out), bench.folder / f"{who}.log")
     started = time.perf_counter()
     for path in out.iterdir():
         handle = os.open(path, os.O_RDONLY)
@@ -142,9 +146,9 @@ def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
     return medians | {"all_seconds": [run["seconds"] for run in runs]}
 
 
-def _ratios(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+def _ratios(own: list[dict[str, float]], peer: list[dict[str, float]]) -> dict[str, float]:
     """Medians of the rounds' ratios: mergekit's time over ours, our memory over mergekit's."""
-    pairs = list(zip(runs["ours"], runs["mergekit"], strict=True))
+    pairs = list(zip(own, peer, strict=True))
     synced = [_with_sync(theirs) / _with_sync(ours) for ours, theirs in pairs]
     return {
         "speedup": statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs),
@@ -206,6 +210,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "benchmark": "merge_vs_mergekit",
         "parameters": parameter_count(options.shape),
         "rounds": options.rounds,
+        "flags": WAYS,
         **machine(),
         "versions": {side: versions(bench.pythons[side], (*common, *packages[side])) for side in packages},
         "import_seconds": import_seconds(bench, options.rounds),
@@ -227,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ours", type=Path, metavar="PYTHON", help="of a venv with rlhf-merge")
     parser.add_argument("--mergekit", type=Path, metavar="PYTHON", help="of a venv with mergekit")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--rounds", type=int, default=3, help="merges of each side (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="merges of each (default %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="220M")
     parser.add_argument("--folder", type=Path, help="for models and results (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too")

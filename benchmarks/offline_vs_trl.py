@@ -30,7 +30,6 @@ from rlhf_data import (
     StoryWorldConfig,
     UserError,
     atomic_write_json,
-    atomic_write_text,
     generate_stories,
     load_records,
 )
@@ -47,7 +46,6 @@ TOKENS = 8192
 """Size of the tokenizer that is trained on the rows; the largest model has spare embeddings."""
 MAX_LOSS_DIFFERENCE = 1e-3
 """Relative difference of a step's losses above which the two sides do not do the same."""
-MARKERS = ("<!-- offline_vs_trl -->", "<!-- end -->")
 Pair = dict[str, str]
 
 
@@ -238,20 +236,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_table(page: Path, rows: list[dict[str, Any]]) -> None:
-    """Put the table between the page's markers.
-
-    Raises:
-        UserError: the page has no markers.
-    """
-    text = page.read_text(encoding="utf-8")
-    if not all(marker in text for marker in MARKERS):
-        raise UserError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]} to put the table between")
-    before, _, rest = text.partition(MARKERS[0])
-    after = rest.partition(MARKERS[1])[2]
-    atomic_write_text(page, f"{before}{MARKERS[0]}\n\n{table(rows)}\n\n{MARKERS[1]}{after}")
-
-
 def describe() -> dict[str, Any]:
     """Where figures come from: the commit (`-dirty`: with changes beside it), the machine, the versions."""
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -285,7 +269,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=HH_DATA, help="preference pairs (default %(default)s)")
     parser.add_argument("--synthetic", action="store_true", help="made-up texts in place of --data")
     parser.add_argument("--output", type=Path, help="merge the JSON into this file too")
-    parser.add_argument("--docs", type=Path, help="put the table of --output's results into this page")
     options = parser.parse_args(arguments)
     if options.synthetic:
         options.data = None
@@ -306,8 +289,6 @@ def main(arguments: list[str] | None = None) -> None:
             if options.output:
                 old = json.loads(options.output.read_text()) if options.output.exists() else {}
                 atomic_write_json(options.output, head | {"comparisons": merge(old, new)})
-        if options.docs and options.output:
-            write_table(options.docs, json.loads(options.output.read_text())["comparisons"])
     except (UserError, EOFError) as error:
         message = str(error) or "a side's process stopped; see the messages above"
         sys.exit(f"error: {message}")

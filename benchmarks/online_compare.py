@@ -19,7 +19,7 @@ from offline_vs_trl import HH_DATA, SHAPES, Pair, write_models
 from online_pace import Task, gradients_file
 from safetensors.numpy import load_file
 
-from rlhf_data import UserError, atomic_write_json, atomic_write_text
+from rlhf_data import UserError, atomic_write_json
 
 HERE = Path(__file__).parent
 MAX_DIFFERENCE = 1e-4
@@ -298,7 +298,6 @@ def add_options(parser: argparse.ArgumentParser, peers: Sequence[str], *, steps:
     parser.add_argument("--data", type=Path, default=HH_DATA, help="preference pairs (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model on made-up texts, two iterations")
     parser.add_argument("--output", type=Path, help="merge the JSON into this file too")
-    parser.add_argument("--docs", type=Path, help="put the table of --output's results into this page")
 
 
 def publish(
@@ -308,17 +307,15 @@ def publish(
     *,
     key: Callable[[dict[str, Any]], Any],
     columns: Sequence[str],
-    of_table: Callable[[dict[str, Any]], bool] = lambda row: True,
 ) -> list[dict[str, Any]]:
-    """Print rows as they come, keep them in the output file beside those of other settings, write the table.
+    """Print rows as they come, and keep them in the output file beside those of other settings.
 
     Args:
         rows: results.
-        options: `output` and `docs`.
-        head: what the file says besides; `benchmark` names the table.
+        options: `output`.
+        head: what the file says besides.
         key: of a row: rows of one key replace each other; the file is sorted by it.
         columns: of a row: what tells the rows of the table apart.
-        of_table: which rows the page shows.
 
     Returns:
         All rows of the file, or those that came.
@@ -333,8 +330,6 @@ def publish(
             by_key = {key(each): each for each in [*old.get("comparisons", []), *new]}
             kept = [by_key[name] for name in sorted(by_key)]
             atomic_write_json(options.output, head | {"comparisons": kept})
-    if options.docs:
-        write_table(options.docs, head["benchmark"], table([row for row in kept if of_table(row)], columns))
     print(table(new, columns), file=sys.stderr)
     return kept
 
@@ -360,17 +355,3 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
         cells += [both("seconds_per_step", 2), ratios[0], both("rollout_seconds_per_step", 2), ratios[1]]
         lines.append(f"| {' | '.join([*cells, both('peak_memory_mb', 0), ratios[2]])} |")
     return "\n".join(lines)
-
-
-def write_table(page: Path, name: str, text: str) -> None:
-    """Put a text between a page's lines `<!-- name -->` and `<!-- end -->`.
-
-    Raises:
-        UserError: the page has no such lines.
-    """
-    start, end = f"<!-- {name} -->", "<!-- end -->"
-    before, found, rest = page.read_text(encoding="utf-8").partition(start)
-    _, ended, after = rest.partition(end)
-    if not (found and ended):
-        raise UserError(f"{page} has no lines {start} and {end} to put the table between")
-    atomic_write_text(page, f"{before}{start}\n\n{text}\n\n{end}{after}")
