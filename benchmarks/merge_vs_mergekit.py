@@ -1,7 +1,7 @@
 """Merging with `rlhf-merge run` and with mergekit's `mergekit-yaml`: time and memory of whole processes.
 
 A base and three fine-tunes are made (220 million parameters, bfloat16), and each method is merged by ours, by
-mergekit as it comes (`default`) and by mergekit with the flags of its command that could lower its memory
+mergekit with default options (`default`) and by mergekit with the options that could lower its memory
 (`low memory`, see `WAYS`): a process each, in turn, from the same config, with the threads that they take by
 themselves and the models in the page cache. After each round mergekit's results are compared with ours; where
 they do not agree the ratios are left out. Then linear against a plain copy of the same bytes. Prints JSON.

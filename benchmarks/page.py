@@ -261,7 +261,7 @@ def fill(text: str, name: str, table: str) -> str:
     before, found, rest = text.partition(start)
     old, ended, after = rest.partition(END)
     if not (found and ended) or "<!--" in old:
-        raise UserError(f"there are no lines {start} and {END} to put the table between")
+        raise UserError(f"the markers {start} and {END} are missing")
     return f"{before}{start}\n\n{table}\n\n{END}{after}"
 
 

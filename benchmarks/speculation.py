@@ -142,6 +142,19 @@ def early_layers(layers: int) -> Any:
     return whole
 
 
+def by_transformers(
+    model: Any, prompt: list[int], seed: int, *, temperature: float, tokens: int, **options: Any
+) -> list[list[int]]:
+    """One completion of a prompt by transformers' own generation."""
+    torch.manual_seed(seed)
+    options |= {"do_sample": bool(temperature)} | (
+        {"temperature": temperature, "top_k": 0} if temperature else {}
+    )
+    options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(prompt) :].tolist()
+
+
 def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: int) -> dict[str, Any]:
     """One prompt or several through every engine, in turn; the first round warms up and does not count."""
     model, tokenizer = load_causal_lm(MODEL), load_tokenizer(MODEL)
@@ -162,24 +175,12 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
         groups = engine.generate(ids, n, SamplingParams(tokens, temperature, seed=seed, ignore_eos=True))
         return [rollout.completion_ids for group in groups for rollout in group]
 
-    def transformers(seed: int, **options: Any) -> list[list[int]]:
-        torch.manual_seed(seed)
-        options |= (
-            {"do_sample": True, "temperature": temperature, "top_k": 0}
-            if temperature
-            else {"do_sample": False}
-        )
-        prompt = torch.tensor(ids)
-        options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
-        return theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
-            :, len(ids[0]) :
-        ].tolist()
-
     for name, engine in engines.items():
         sides[name] = lambda seed, engine=engine: ours(engine, seed)
     if n == 1:
-        sides["transformers"] = transformers
-        sides["transformers_assisted"] = lambda seed: transformers(seed, prompt_lookup_num_tokens=10)
+        generate = partial(by_transformers, theirs, ids[0], temperature=temperature, tokens=tokens)
+        sides["transformers"] = generate
+        sides["transformers_assisted"] = partial(generate, prompt_lookup_num_tokens=10)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     same: list[bool] = []
     for round_ in range(repeats + 1):

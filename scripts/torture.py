@@ -41,7 +41,7 @@ Row = tuple[str, Trial]
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+        raise argparse.ArgumentTypeError(f"expected a positive number of minutes, got {text}")
     return value
 
 

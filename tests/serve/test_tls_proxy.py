@@ -176,7 +176,7 @@ def served(start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
+        pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("certificate")
     made = Certificate(folder / "chain.pem", folder / "key.pem")
     subprocess.run(

@@ -235,7 +235,7 @@ _BUILT_FOR = (
     "data.label_share",
 )
 """Settings that the models of the package were built for; with others something would have to be built."""
-_NOT_BUILDING = ("prebuilt", "min_evidence_share", "min_verdict_accuracy", "min_judge_accuracy")
+_MAY_DIFFER = ("prebuilt", "min_evidence_share", "min_verdict_accuracy", "min_judge_accuracy")
 
 
 class DiagnosticsConfig(BaseConfig):
@@ -333,7 +333,7 @@ class MinMaxConfig(BaseConfig):
         usual = MinMaxConfig()
         keys = [
             *_BUILT_FOR,
-            *(f"demo.{name}" for name in DemoSettings.model_fields if name not in _NOT_BUILDING),
+            *(f"demo.{name}" for name in DemoSettings.model_fields if name not in _MAY_DIFFER),
         ]
         other = [key for key in keys if attrgetter(key)(self) != attrgetter(key)(usual)]
         if self.held_out.reward_model is not None and self.held_out.reward_model.model_name is None:
