@@ -7,6 +7,9 @@ import statistics
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout
@@ -43,7 +46,8 @@ def player(seed, **settings):
         reference.lm_head.weight.zero_()
     own = {"baseline": "batch", "adam_betas": (0.0, 0.999)} | settings
     config = MinMaxConfig.from_dict({"policy_model": own, "game": {"target_kl": 10.0}})
-    policy = PolicyModel(model, range(2), reference=reference)
+    coin = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"heads": 0, "tails": 1})))
+    policy = PolicyModel(model, coin, reference=reference)
     return PlayerOptimizer(policy, config.policy_model, config, learning_rate=1e-2)
 
 
