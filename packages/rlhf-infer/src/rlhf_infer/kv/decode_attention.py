@@ -226,14 +226,14 @@ class RaggedAttention(DecodeAttention):
             parents: (B, W) of each new token but the first, the place among the row's new ones of the one
                 before it, a lower one. None: they follow each other.
         """
+        self._width, self._end = int(counts.max()), int((held + counts).max())
+        self._alike = self._width == 1 and bool((held == held[0]).all())
+        if self._alike:
+            return self.at_step(int(held[0]))
         device = self._cache.lengths.device
         rows = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._width, self._even = int(counts.max()), len(rows) == counts.max() * len(counts)
-        self._end = int((held + counts).max())
-        self._alike = self._width == 1 and bool((held == held[0]).all())
-        if self._alike:
-            self.at_step(int(held[0]))
+        self._even = len(rows) == self._width * len(counts)
         at = [rows, held[rows] + place, rows * self._width + place]
         self._rows, self._places, self._squares = torch.from_numpy(np.stack(at)).to(device)
         after = torch.arange(self._end, device=device) - torch.from_numpy(held).to(device)[:, None]

@@ -7,10 +7,12 @@ place.  No process ever holds more of it than its rows and the largest parameter
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import contextvars
 import copy
 import ctypes
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,7 +261,7 @@ def _values(parameter: Any, rows: Tensor, device: torch.device) -> Tensor:
 
 
 def mapped_files() -> list[tuple[int, int]]:
-    """Addresses, from and to, at which this process has files mapped; known on Linux only."""
+    """Addresses, from and to, ascending, at which this process has files mapped; known on Linux only."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     ranges = [line.partition(" ")[0].split("-") for line in lines if "/" in line]
@@ -274,7 +276,8 @@ def forget_pages(values: Tensor, files: list[tuple[int, int]]) -> None:
 
     `files` are of `mapped_files`, after the values were read.
     """
-    for start, end in files:
-        if values.device.type == "cpu" and start <= values.data_ptr() < end:
-            address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
+    address = values.data_ptr()
+    at = bisect.bisect_right(files, (address, math.inf)) - 1
+    if values.device.type == "cpu" and at >= 0 and address < files[at][1]:
+        start, end = files[at]
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
