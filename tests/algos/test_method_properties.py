@@ -76,9 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto-precomputed": ("lm", PRECOMPUTED),
 }
 """The model and the settings of each method, and of its variants."""
-EACH = pytest.mark.parametrize(
-    "method", by_default(CASES, "sft", "dpo-lora", "kto", "reward-adapters", "prm-lora")
-)
+EACH = pytest.mark.parametrize("method", by_default(CASES, "sft", "dpo-lora", "reward-adapters"))
 
 
 def _trainer(

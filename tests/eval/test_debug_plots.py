@@ -3,6 +3,7 @@
 import pytest
 
 from files import png_size
+from proofs import by_default
 from rlhf_eval import activation_figure, gradient_flow_figure
 from rlhf_eval.debug_plots import _cells, _layer_norms, _spread
 
@@ -51,7 +52,9 @@ def test_long_runs_are_thinned_with_the_last_step_kept():
     assert len(thinned) == len(set(thinned)) == 60 and thinned[0] == 0 and thinned[-1] == 999
 
 
-@pytest.mark.parametrize("norms", [FULL, LORA, {"weight": 0.0}, {"weight": None}])
+@pytest.mark.parametrize(
+    "norms", by_default([FULL, LORA, {"weight": 0.0}, {"weight": None}], LORA, {"weight": None})
+)
 def test_gradient_figures_of_odd_models(tmp_path, norms):
     gradient_flow_figure([{"step": step, "norms": norms} for step in (5, 10)], tmp_path / "flow.png")
     width, height = png_size(tmp_path / "flow.png")
@@ -67,8 +70,10 @@ def test_nothing_recorded_is_refused(tmp_path):
             activation_figure(rows, tmp_path / "activations.png")
 
 
-@pytest.mark.parametrize("counts", [[0, 3, 5, 0], [0, 0, 0, 0], [9, 0, 0, 0]])
-@pytest.mark.parametrize("steps", [(1,), (1, 2, 3)])
+@pytest.mark.parametrize(
+    "counts", by_default([[0, 3, 5, 0], [0, 0, 0, 0], [9, 0, 0, 0]], [0, 3, 5, 0], [0, 0, 0, 0])
+)
+@pytest.mark.parametrize("steps", by_default([(1,), (1, 2, 3)], (1, 2, 3)))
 def test_activation_figures_of_odd_layers(tmp_path, counts, steps):
     layer = {"counts": counts, "mean": 0.0, "std": 0.5 * sum(counts), "absmax": 1.0, "nonfinite": 2}
     rows = [{"step": step, "edges": [0.1, 1, 10, 100, 1000], "layers": [layer] * 3} for step in steps]

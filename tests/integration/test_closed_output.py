@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from proofs import by_default
+
 TRAIN = ("rlhf_train", "sft", "--max-steps=1", "--subset-size=8", "--output-dir=run")
 
 
@@ -31,6 +33,7 @@ def call(words: tuple[str, ...], folder: Path, *, closed: bool) -> subprocess.Co
         os.close(writing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_training_goes_on(tmp_path: Path, closed: bool) -> None:
     assert call(("rlhf_train", "settings", "sft"), tmp_path, closed=closed).returncode == 0
@@ -43,17 +46,23 @@ def test_a_training_goes_on(tmp_path: Path, closed: bool) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "words",
-    [
+    by_default(
+        [
+            ("rlhf_train", "--help"),
+            ("rlhf_train", "sft", "--help"),
+            ("rlhf_train", "settings", "sft"),
+            ("rlhf_train", "schema", "sft"),
+            ("rlhf_merge", "--version"),
+            ("rlhf_merge", "ties", "--help"),
+            ("rlhf_report", "explore", "--help"),
+            ("rlhf_serve", "--help"),
+            ("rlhf_serve", "generate", "--help"),
+        ],
         ("rlhf_train", "--help"),
-        ("rlhf_train", "sft", "--help"),
         ("rlhf_train", "settings", "sft"),
-        ("rlhf_train", "schema", "sft"),
         ("rlhf_merge", "--version"),
-        ("rlhf_merge", "ties", "--help"),
-        ("rlhf_report", "explore", "--help"),
-        ("rlhf_serve", "--help"),
         ("rlhf_serve", "generate", "--help"),
-    ],
+    ),
 )
 def test_output_on_a_full_disk_is_said_in_one_sentence(words: tuple[str, ...], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from proofs import by_default
 from rlhf_data import read_rows
 from rlhf_infer.rewards import RewardFunctionFactory
 
@@ -68,6 +69,7 @@ def assert_told_to_be_dead(printed: str) -> None:
         assert row["reward"] == row["rewards/number/mean"] == 0 and row["completions/clipped_ratio"] == 1
 
 
+@pytest.mark.slow
 def test_every_solution_is_worth_1_and_none_of_another_problem(problems: list[dict[str, Any]]) -> None:
     reward = RewardFunctionFactory.from_spec("number")
     answers = [row["answer"] for row in problems]
@@ -78,6 +80,7 @@ def test_every_solution_is_worth_1_and_none_of_another_problem(problems: list[di
     assert reward(completions=turned, answer=answers) == same and sum(same) < 100
 
 
+@pytest.mark.slow
 def test_plain_problems(problems: list[dict[str, Any]], run: Run) -> None:
     printed = run("grpo", f"--train-data={GSM8K}", "--set=columns.prompt=question")
     assert_told_to_be_dead(printed)
@@ -88,7 +91,7 @@ def test_plain_problems(problems: list[dict[str, Any]], run: Run) -> None:
     assert data["source"] == str(GSM8K) and data["train_rows"] + data["eval_rows"] == 16
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", by_default(["grpo", "ppo"], "grpo"))
 def test_problems_as_conversations(
     problems: list[dict[str, Any]], run: Run, tmp_path: Path, method: str
 ) -> None:
@@ -106,6 +109,7 @@ def test_problems_as_conversations(
         assert row["prompt"].endswith("\n<|assistant|>\n") and "<|user|>\n" in row["prompt"]
 
 
+@pytest.mark.slow
 def test_long_prompts_and_a_second_reward_that_differs(
     problems: list[dict[str, Any]], run: Run, tmp_path: Path
 ) -> None:

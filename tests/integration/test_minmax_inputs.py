@@ -144,7 +144,10 @@ def test_the_sum_world(run: Run) -> None:
     assert "how many" in (folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "qwen2"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("qwen2", marks=pytest.mark.slow)],
+)
 def test_a_model_of_the_users_own(run: Run, model_folder: Callable[[str], Path], architecture: str) -> None:
     model = model_folder(architecture)
     folder = run("run", "--model", model, "--no-baseline")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rlhf_merge as ours
+from proofs import by_default
 
 WEIGHTS = [0.71, -0.233, 0.9371]
 """No small multiples of each other: sums that cancel out in one arithmetic and not in the other are rare."""
@@ -116,7 +117,7 @@ def fine_tunes(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, list
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("shape", [(20, 31), (600, 500)])
+@pytest.mark.parametrize("shape", by_default([(20, 31), (600, 500)], (20, 31)))
 def test_float32_arithmetic_is_within_1e_6_of_float64(name: str, shape: tuple[int, int]):
     expected, found = PAIRS[name]
     base, models = fine_tunes(shape, torch.float32)

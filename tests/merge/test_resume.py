@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from command_server import CommandServer, command_server
-from proofs import in_ci
+from proofs import by_default, in_ci
 from raises import raises_error
 from rlhf_merge.files import writer as output
 from rlhf_merge.run import merger as merging
@@ -51,7 +51,7 @@ def stopped_after(count: int) -> Callable[[int], None]:
     return on_bytes
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("method", by_default(SETTINGS, "dare_ties"))
 def test_stopped_anywhere_and_resumed(workshop: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 64)
     values = values_of(method, workshop)
@@ -81,7 +81,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", by_default(STEPS, "publishing", "card"))
 def test_stopped_at_the_end_and_resumed(workshop: Any, step: str, monkeypatch: pytest.MonkeyPatch):
     values = values_of("ties", workshop)
     merger = ModelMerger(values)

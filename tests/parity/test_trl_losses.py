@@ -151,7 +151,7 @@ def test_sft(trl, rows, tokenizer, tmp_path):
     assert_same(our_losses(mine), theirs)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize("loss_type", by_default(["sigmoid", "hinge", "ipo"], "sigmoid"))
 def test_dpo(trl, rows, tokenizer, tmp_path, loss_type):
     mine = DPOTrainer(
         backbone(tokenizer),
@@ -204,7 +204,7 @@ def test_kto(trl, rows, tokenizer, tmp_path):
     assert_same(our_losses(mine), theirs)
 
 
-@pytest.mark.parametrize("coefficient", [None, 0.1])
+@pytest.mark.parametrize("coefficient", by_default([None, 0.1], 0.1))
 def test_reward(trl, rows, tokenizer, tmp_path, coefficient):
     model = RewardModel.from_backbone(backbone(tokenizer), tokenizer, seed=0)
     their_model = copy.deepcopy(model.model)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from proofs import by_default
+
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "own.md"
 SMALL = ("--set=story_rows=16", "--set=story_eval_rows=8", "--max-steps=2", "--set=learning_rate=3e-3")
 
@@ -56,7 +58,7 @@ def test_the_new_method_of_the_example_trains(tmp_path: Path, tiny_model_folder:
     assert json.loads((tmp_path / "run" / "config.json").read_text())["margin"] == 2.0
 
 
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("behind", by_default([True, False], True))
 def test_a_method_of_a_file_is_a_command(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, behind: bool
 ) -> None:

@@ -6,12 +6,22 @@ import click
 import pytest
 
 from imports import imported_by
+from proofs import by_default
 from rlhf_report.cli import main
 
 VERBS = main.list_commands(click.Context(main))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)])
+@pytest.mark.parametrize(
+    "arguments",
+    by_default(
+        [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)],
+        ["--help"],
+        ["--version"],
+        ["compare", "--help"],
+        ["explore", "--help"],
+    ),
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"from rlhf_report.cli import main; main({arguments!r}, standalone_mode=False)"
     assert imported_by(code) == []

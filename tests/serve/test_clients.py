@@ -74,7 +74,11 @@ def refused(call: Callable[..., Any], **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "form", [{"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, {"type": "json_object"}]
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        pytest.param({"type": "json_object"}, marks=pytest.mark.slow),
+    ],
 )
 def test_answers_in_json(client: Any, form: Any) -> None:
     for fields in ({"temperature": 0}, {"top_p": 0.8, "n": 2, "logprobs": True, "frequency_penalty": 1.0}):

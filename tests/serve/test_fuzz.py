@@ -28,6 +28,7 @@ from malformed_requests import (
     request,
     requests,
 )
+from proofs import by_default
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, RewardRequest, ScoreRequest
 
 
@@ -68,7 +69,7 @@ def door(start: Callable[..., Any], folders: Path) -> Door:
     return Door(start("--reward-model", str(folders / "reward"), "--n", "2", *options))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_default(range(3), 0))
 def test_malformed_requests_do_no_harm(door: Door, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     statuses: list[int] = []
@@ -153,7 +154,7 @@ def test_a_form_that_compiles_for_long_keeps_nobody_else_waiting(door: Door) -> 
     assert sorted(ended) == ["form"] * 4 + ["plain"] and ended[-1] == "form"
 
 
-@pytest.mark.parametrize("path", [*BODIES])
+@pytest.mark.parametrize("path", by_default([*BODIES], "/v1/chat/completions"))
 @pytest.mark.parametrize(
     "mode", [pytest.param(GenerationMode.NEGATIVE, marks=pytest.mark.slow), GenerationMode.POSITIVE]
 )

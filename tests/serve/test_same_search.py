@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from proofs import by_default
 from rlhf_infer import BestOfNSampler, SamplingParams, TransformersEngine
 from rlhf_infer.sampling.answers import extractor
 from rlhf_infer.sampling.scorers import load_scorer
@@ -101,7 +102,7 @@ def by_server(server: Any, selection: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("selection", ["best", "majority", "weighted"])
+@pytest.mark.parametrize("selection", by_default(["best", "majority", "weighted"], "weighted"))
 def test_three_doors_to_one_search(
     folders: Path, reward: Path, scoring_server: Any, tmp_path: Path, selection: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proofs import by_default
 from rlhf_infer.rewards.models import ModelReward
 from rlhf_infer.rewards.remote import RemoteReward
 
@@ -42,7 +43,7 @@ def chat_reward(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("reads_chats", [True, False])
+@pytest.mark.parametrize("reads_chats", by_default([True, False], True))
 def test_all_doors_give_one_score(
     start: Callable[..., Any], folders: Path, chat_reward: Path, reads_chats: bool
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from files import read_lines
+from proofs import by_default
 from rlhf_serve.cli.main import main
 
 PROMPTS = ["where is mary ?", "so"]
@@ -30,7 +31,9 @@ def ask(server: Any, search: Any, prompt: Any = PROMPTS[0], **fields: Any) -> tu
     return status, answer
 
 
-@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"])
+@pytest.mark.parametrize(
+    "strategy", by_default(["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"], "mcts", "beam")
+)
 def test_a_request_searches_the_tree_of_the_command(
     server: Any, folders: Path, tmp_path: Path, strategy: str
 ) -> None:

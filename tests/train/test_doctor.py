@@ -30,6 +30,7 @@ def problems(found: dict[str, dict[str, Any]]) -> set[str]:
     return {name for name, finding in found.items() if finding["status"] == "problem"}
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_train_has_no_problem() -> None:
     code, found = doctor()
     assert code == 0 and not problems(found)

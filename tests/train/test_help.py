@@ -48,6 +48,7 @@ def test_help_gives_the_true_default_seed(method: str, seed: int) -> None:
     assert config.seed == seed and f"including built models. [default: {seed}]" in text
 
 
+@pytest.mark.slow
 def test_the_startup_benchmark_measures_every_help() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "startup.py"
     command = [sys.executable, script, "--repeats", "2"]

@@ -78,7 +78,7 @@ def test_dry_run_trains_and_leaves_nothing(train: Train, tiny_model_folder: Path
         assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("method", ["sft", "kto"])
+@pytest.mark.parametrize("method", by_default(["sft", "kto"], "sft"))
 def test_eval_only_measures_what_a_run_starts_from(
     train: Train, tiny_model_folder: Path, method: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_options_stand_above_set_and_set_above_the_file(train: Train, tiny_model
     assert (config["beta"], config["max_steps"], config["num_train_epochs"]) == (0.4, -1, 0.5)
 
 
-@pytest.mark.parametrize("kind", ["independent", "adapters", "heads"])
+@pytest.mark.parametrize("kind", by_default(["independent", "adapters", "heads"], "adapters"))
 def test_reward_ensembles(train: Train, tiny_model_folder: Path, kind: str) -> None:
     from rlhf_models import RewardEnsemble
 

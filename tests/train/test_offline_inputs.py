@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 
 from files import done, read_json
+from proofs import by_default
 from rlhf_data import load_records
 
 Train = Callable[..., Result]
@@ -100,7 +101,7 @@ def test_a_streamed_file_trains_as_one_in_memory(
     assert "2 of 12 training rows have a prompt that is also in" in printed
 
 
-@pytest.mark.parametrize("method", ["reward", "dpo", "simpo", "kto", "sft"])
+@pytest.mark.parametrize("method", by_default(["reward", "dpo", "simpo", "kto", "sft"], "reward", "dpo"))
 def test_transcripts_as_they_are(train: Train, tiny_model_folder: Path, method: str) -> None:
     if not HH.exists():
         pytest.skip("needs ../shared/data")
@@ -274,7 +275,7 @@ def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_mod
     assert before == {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("streaming", by_default(["false", "true"], "true"))
 def test_rows_that_the_chat_template_refuses_are_counted(
     train: Train, tmp_path: Path, tiny_model_folder: Path, byte_tokenizer: Any, streaming: str
 ) -> None:

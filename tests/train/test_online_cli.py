@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
 from files import CLOCK, done, metrics_of, read_json, read_lines
+from proofs import by_default
 
 Train = Callable[..., Result]
 METHODS = ("grpo", "ppo")
@@ -68,7 +69,7 @@ class Whole:
     printed: str
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=by_default(METHODS, "grpo"))
 def whole(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Four steps with a checkpoint after two, and samples of each."""
     from rlhf_train.cli import main
@@ -211,8 +212,14 @@ def test_adapters_are_trained_against_the_model_without_them(train: Train, model
     "settings",
     [
         ("value_model=shared", "gradient_checkpointing=true"),
-        ("kl_coef=0", "entropy_coef=0.01", "cliprange_reward=0.4", "missing_eos_penalty=1"),
-        ("num_mini_batches=2", "target_kl=1e-9", "overlong_buffer=2", "mask_truncated_completions=true"),
+        pytest.param(
+            ("kl_coef=0", "entropy_coef=0.01", "cliprange_reward=0.4", "missing_eos_penalty=1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("num_mini_batches=2", "target_kl=1e-9", "overlong_buffer=2", "mask_truncated_completions=true"),
+            marks=pytest.mark.slow,
+        ),
         ("kl_penalty=loss", "kl_estimator=k3", "whiten_rewards=true", "whiten_advantages=false"),
     ],
     ids=lambda settings: settings[0].partition("=")[0],

@@ -45,6 +45,7 @@ def test_other_rows_are_refused(refused: Callable[..., str], rows_file: Callable
     assert "--rebuild-demo" in refused("--quick", "--rebuild-demo", "--dry-run")
 
 
+@pytest.mark.slow
 def test_a_game_builds_nothing(cli: Callable[..., Result], tmp_path: Path) -> None:
     sizes = ("data.eval_stories=4", "data.train_stories=8", "training.batch_size=2", "data.probe_stories=2")
     words = [word for size in sizes for word in ("--set", size)]

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from files import done, metrics_of, read_json
+from proofs import by_default
 from rlhf_algos import METHODS
 from rlhf_data.worlds.story_tasks import story_records
 
@@ -146,7 +147,7 @@ def test_dummy_data(train: Train) -> None:
     assert train("dummy-data", "rows").exit_code == 2
 
 
-@pytest.mark.parametrize("lost", STAGES)
+@pytest.mark.parametrize("lost", by_default(STAGES, "reward"))
 def test_a_run_goes_on_in_the_stage_that_it_was_in(
     train: Train, whole: Whole, tmp_path: Path, lost: str
 ) -> None:
@@ -240,6 +241,7 @@ def test_eval_only_measures_what_there_is(train: Train, whole: Whole, tmp_path: 
         assert found["after"] == read_json(run / stage / "results.json")["after"]
 
 
+@pytest.mark.slow
 def test_without_data_it_is_the_story_of_minmax(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_train.commands.rlhf_story
 
@@ -329,7 +331,7 @@ def test_what_a_story_run_counts() -> None:
         (["--set=ppo.bta=1"], ["--set ppo.bta=1: unknown key bta"]),
         (["--set=reward.learning_rate=1"], ["reward has settings", "give data"]),
         (["--data={data}", "--stage=sft", "--set=ppo.kl_coef=1"], ["--set ppo.kl_coef=1", "does not run"]),
-        (["--dry-run", "--set=ppo.reward=numbr"], ["'numbr' is unknown"]),
+        pytest.param(["--dry-run", "--set=ppo.reward=numbr"], ["'numbr' is unknown"], marks=pytest.mark.slow),
         (["--config=none.json"], ["none.json", "does not exist"]),
         (["--resume=nowhere"], ["run folder nowhere does not exist"]),
         (["--resume=a", "--stage=ppo"], ["--stage", "--resume"]),
@@ -354,6 +356,7 @@ def test_options_that_it_does_not_have(train: Train) -> None:
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Path) -> None:
     models = (f"--model={whole.run / 'sft/final'}", f"--reward-model={whole.run / 'reward/final'}")
     options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *small("ppo"))
@@ -361,7 +364,7 @@ def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Pat
     assert list(read_json("run/results.json")["stages"]) == ["ppo"]
 
 
-@pytest.mark.parametrize("option", ["--config", "--model-config"])
+@pytest.mark.parametrize("option", by_default(["--config", "--model-config"], "--config"))
 def test_a_model_from_a_description(train: Train, data: Path, tmp_path: Path, option: str) -> None:
     shape = tmp_path / "shape.yaml"
     shape.write_text("n_embd: 32\nn_layer: 1\nn_head: 2\nvocab_size: 300\nmax_seq_length: 256\n")

@@ -13,6 +13,7 @@ from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from files import done, read_lines
+from proofs import by_default
 from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, UserError
@@ -83,7 +84,7 @@ def test_both_backends_log_the_same(
 
 
 @pytest.mark.usefixtures("trl")
-@pytest.mark.parametrize("method", ["sft", "reward"])
+@pytest.mark.parametrize("method", by_default(["sft", "reward"], "reward"))
 def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: Path, method: str) -> None:
     options = ("--model", tiny_model_folder, *SAME, "--backend=trl", "--set=eval_steps=2")
     done(train(method, *options, "--output-dir=run"))

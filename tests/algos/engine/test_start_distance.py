@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from proofs import by_default
 from rlhf_algos import (
     DPOConfig,
     DPOTrainer,
@@ -110,7 +111,7 @@ def test_pairs_are_measured_along_the_chosen_completions() -> None:
 
 
 @pytest.mark.parametrize("make", [(GRPOTrainer, GRPOConfig), (PPOTrainer, PPOConfig)])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", by_default([False, True], True))
 def test_online_it_is_measured_along_completions_of_the_start(
     make: Any, shared: bool, byte_tokenizer: Any
 ) -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_algos import SFTConfig, SFTTrainer
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
@@ -133,7 +134,7 @@ def test_same_seed_same_run():
     assert rows[0] != rows[2]
 
 
-@pytest.mark.parametrize("killed_after", [1, 2, 3, 5])
+@pytest.mark.parametrize("killed_after", by_default([1, 2, 3, 5], 2))
 def test_resume_equals_uninterrupted(killed_after, tmp_path):
     config = {
         "max_steps": 6,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from proofs import by_default
 from rlhf_algos import PRMConfig, PRMTrainer
 from rlhf_algos.offline.prm import step_positions
 from rlhf_data import StepExample, StepPair, TokenSequence, pack
@@ -59,7 +60,7 @@ def _plain_losses(model, rows, aggregate):
 
 
 @pytest.mark.parametrize("aggregate", list(AGGREGATES))
-@pytest.mark.parametrize("budget", [None, 15])
+@pytest.mark.parametrize("budget", by_default([None, 15], 15))
 def test_a_step_is_that_of_plain_forwards(aggregate, budget, examples):
     rows, model = examples("steps"), _model()
     plain = copy.deepcopy(model)

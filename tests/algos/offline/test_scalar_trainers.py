@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from proofs import by_default
 from resumed import assert_resumed_equals_uninterrupted
 from rlhf_algos import (
     JudgeConfig,
@@ -91,7 +92,7 @@ def test_margins_and_centring_reach_the_loss():
     assert first[0] < first[2]
 
 
-@pytest.mark.parametrize("budget", [1, 12, None])
+@pytest.mark.parametrize("budget", by_default([1, 12, None], 12))
 def test_pairs_stay_together_under_any_budget(budget):
     whole, cut = _reward_trainer(max_steps=3), _reward_trainer(max_steps=3, max_tokens_per_batch=budget)
     for a, b in zip(_run(whole), _run(cut), strict=True):

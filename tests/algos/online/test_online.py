@@ -236,7 +236,7 @@ def test_extremes_of_nothing_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", by_default(LOSS_TYPES, "dapo", "dr_grpo"))
 def test_the_entropy_bonus_of_grpo_is_the_mean_over_tokens(loss_type: str, masked: bool) -> None:
     """TRL: the same strength for every loss type; here over all tokens of the step, however it is cut."""
     settings = {"loss_type": loss_type, "mask_truncated_completions": masked, "max_tokens_per_batch": 20}
@@ -310,7 +310,7 @@ def test_adapters_are_compared_with_the_model_below_them() -> None:
     assert all("lora" in name for name, p in trainer.scorer.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("make", [grpo, ppo])
+@pytest.mark.parametrize("make", by_default([grpo, ppo], ppo))
 def test_resuming_is_exact(make: Any, tmp_path: Path) -> None:
     def train(folder: Path, steps: int, *, resume: bool = False) -> Any:
         run = RunFolder.create(folder, resume=True)

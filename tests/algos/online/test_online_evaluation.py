@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from online_trainers import GRPO, PROMPTS, TOKENIZER, even_tokens, grpo, lm, plain_logps
+from proofs import by_default
 from rlhf_algos import GRPOConfig, GRPOTrainer
 from rlhf_algos.online.rollouts import Completion
 from rlhf_infer.rewards import RewardFunctions
@@ -31,7 +32,7 @@ def test_evaluation_draws_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", by_default([0.7, 1.0], 0.7))
 @pytest.mark.parametrize("eval_temperature", [None, 0.0, 0.5, 1.3])
 def test_a_policy_that_is_its_reference_has_no_kl(
     exact: bool, temperature: float, eval_temperature: float | None, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proofs import by_default
 from rlhf_data import UserError
 from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
 from rlhf_eval.audit.hints import similarity
@@ -47,7 +48,7 @@ def test_a_gap_is_the_difference_of_two_changes_in_standard_deviations() -> None
     assert found.gap.unit == "step" and found.gap.n == 18
 
 
-@pytest.mark.parametrize("steps", [12, 60, 500])
+@pytest.mark.parametrize("steps", by_default([12, 60, 500], 12, 60))
 def test_what_is_gamed_and_what_is_not(steps: int) -> None:
     assert gamed(log(-1.0, steps=steps))
     assert gamed(log(-3.0, steps=steps))

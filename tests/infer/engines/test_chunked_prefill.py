@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from letters import LetterTokenizer
+from proofs import by_default
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
@@ -68,7 +69,7 @@ def alone(engine: Watched, prompt: list[int]) -> Any:
     return plain.generate([prompt], 1, AFTER)[0][0]
 
 
-@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("name", by_default(TINY_ARCHITECTURES, "llama", "gemma2"))
 def test_others_get_a_token_after_every_chunk(name: str, lively_model: Any) -> None:
     engine = Watched(lively_model(name, max_position_embeddings=512), prefix_cache_tokens=512)
     found, expected = beside_another(engine, LONG)[0], alone(engine, LONG)

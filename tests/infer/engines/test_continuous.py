@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from letters import LetterTokenizer
+from proofs import by_default
 from raises import raises_error
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines import continuous_batching
@@ -20,7 +21,7 @@ from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31], [5, 6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("name", by_default(TINY_ARCHITECTURES, "llama", "gemma2"))
 def test_requests_together_get_what_each_gets_alone(name: str, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(name), LetterTokenizer())
     asked = [

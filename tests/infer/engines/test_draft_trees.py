@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from drafted import assert_same, close_to
 from letters import LetterTokenizer
+from proofs import by_default
 from rlhf_infer import DraftModel, Rollout, SamplingParams, SpeculativeDecoder, TransformersEngine
 from rlhf_infer.engines.sampler import race, race_two
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows
@@ -73,7 +74,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("architecture", by_default(["llama", "gemma2", "gpt2"], "llama", "gemma2"))
 def test_the_right_branch_of_a_tree_is_taken_whole(
     architecture: str, n: int, lively_model: Any, passes: list[int]
 ) -> None:

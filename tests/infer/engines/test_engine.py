@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
@@ -115,8 +116,8 @@ def assert_logps_are_the_trainers(model: Any, groups: list[list[Rollout]], tempe
         torch.testing.assert_close(ours, scored[batch.score_sequence == q], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", by_default(TINY_ARCHITECTURES, "llama", "gpt2", "gemma2"))
+@pytest.mark.parametrize("temperature", by_default([1.0, 0.6], 0.6))
 def test_sampling_logps_equal_token_logps(name: str, temperature: float) -> None:
     model = make_model(name, ends=20)
     rollouts = TransformersEngine(model, EOS).generate(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from letters import LetterTokenizer
+from proofs import by_default
 from raises import raises_error
 from rlhf_infer import (
     DraftModel,
@@ -45,7 +46,7 @@ def test_they_are_a_model_of_that_many_layers(architecture: str, lively_model: A
     assert mine < {each.data_ptr() for each in model.parameters()}, "no weight is copied"
 
 
-@pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", by_default(TINY_ARCHITECTURES, "llama", "gpt2"))
 def test_their_drafts_change_no_token(architecture: str, lively_model: Any) -> None:
     model, tokenizer = lively_model(architecture), LetterTokenizer()
     drafter = DraftModel(first_layers(model, 1), tokenizer, guesses=3)

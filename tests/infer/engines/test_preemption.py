@@ -115,7 +115,9 @@ ARCHITECTURES = ["gemma2", "mistral", "qwen3", "gpt2"]
 CASES = [*((name, 0) for name in SETTINGS), ("sampled", 256)]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, ("sampled", 256), proofs=CASES))
+@pytest.mark.parametrize(
+    "case", by_default(CASES, proofs=[case for case in CASES if case != ("sampled", 256)])
+)
 def test_the_youngest_pauses_and_no_token_changes(case: tuple[str, int], lively_model: Any) -> None:
     settings, prefixes = case
     model, params = lively_model(max_position_embeddings=512), SETTINGS[settings]

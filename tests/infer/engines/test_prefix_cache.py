@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from letters import LetterTokenizer
+from proofs import by_default
 from rlhf_infer import ContinuousBatcher, SamplingParams, SearchSettings, TransformersEngine, TreeSearch
 from rlhf_infer.engines.prefill import keep_prefix
 from rlhf_infer.engines.transformers_engine import PREFIX_BLOCK as BLOCK
@@ -34,7 +35,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("name", by_default(TINY_ARCHITECTURES, "llama", "gemma2"))
 def test_completions_and_log_probs_are_those_without(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=256)
     plain = TransformersEngine(model, LetterTokenizer())

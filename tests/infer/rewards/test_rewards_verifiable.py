@@ -135,6 +135,7 @@ def test_number_refusals() -> None:
             Factory.number(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"there is no {DATA}")
 def test_every_gsm8k_solution_is_right_and_its_neighbour_wrong() -> None:
     answers = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_infer import PromptedJudge, RuleJudge
 from rlhf_infer.rewards import RewardFunctions
@@ -104,7 +105,7 @@ def test_lines_name_models_of_every_kind(
     assert score(last)[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("head", ["linear", "mlp"])
+@pytest.mark.parametrize("head", by_default(["linear", "mlp"], "mlp"))
 def test_process_models_are_known_whatever_their_head(
     head: Any, tiny_llama: Any, byte_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:

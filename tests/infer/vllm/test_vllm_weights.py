@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_models.adapters.files import load_adapter
@@ -57,7 +58,7 @@ def values(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [*TINY_ARCHITECTURES, "mixtral"])
+@pytest.mark.parametrize("name", by_default([*TINY_ARCHITECTURES, "mixtral"], "llama", "gpt2", "mixtral"))
 def test_names_and_values_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     model = small_model(name)
     model.save_pretrained(tmp_path / "saved")
@@ -71,8 +72,8 @@ def test_names_and_values_are_those_of_a_checkpoint(name: str, tmp_path: Path) -
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
-@pytest.mark.parametrize("rank_stabilised", [False, True])
+@pytest.mark.parametrize("name", by_default(TINY_ARCHITECTURES, "llama", "gpt2"))
+@pytest.mark.parametrize("rank_stabilised", by_default([False, True], True))
 def test_the_active_adapter_is_merged_and_the_model_stays_as_it_is(name: str, rank_stabilised: bool) -> None:
     model = small_model(name)
     peft_model = with_adapter(model, use_rslora=rank_stabilised)

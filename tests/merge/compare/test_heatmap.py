@@ -82,7 +82,15 @@ def test_values_of_the_cells(workshop: Any, tmp_path: Path, drawn: list[Any]) ->
     ]
 
 
-@pytest.mark.parametrize(("layers", "count"), [(2, 3), (12, 2), (40, 1), (80, 1)])
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        (2, 3),
+        pytest.param(12, 2, marks=pytest.mark.slow),
+        (40, 1),
+        pytest.param(80, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_labels_neither_overlap_nor_leave_the_picture(
     workshop: Any, tmp_path: Path, drawn: list[Any], layers: int, count: int
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.methods.blocks import Readable
@@ -132,7 +133,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "settings",
+    by_default(CASES.values(), CASES["patterns"], CASES["embedding, dora"], CASES["saved"]),
+    ids=CASES,
+)
 def test_llama_agrees_with_peft(llama: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     adapter = train(llama, tmp_path / "adapter", **settings)
     check(merged(llama, adapter), llama, adapter)
@@ -166,7 +171,16 @@ CONV1D_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", CONV1D_CASES.values(), ids=CONV1D_CASES)
+@pytest.mark.parametrize(
+    "settings",
+    by_default(
+        CONV1D_CASES.values(),
+        CONV1D_CASES["dora"],
+        CONV1D_CASES["bias of all"],
+        CONV1D_CASES["tied embedding"],
+    ),
+    ids=CONV1D_CASES,
+)
 def test_gpt2_agrees_with_peft(gpt2: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     adapter = train(gpt2, tmp_path / "adapter", **settings)
     # So peft leaves it where the last module of all is a Linear.
@@ -238,7 +252,7 @@ def by_hand(workshop: Any, rows: int, columns: int, *, transposed: bool, dora: b
     return f"{base}+{workshop.adapter('adapter', held, r=3, use_dora=dora)}"
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", by_default([False, True], True))
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bits_do_not_depend_on_the_cut(workshop: Any, transposed: bool, dora: bool) -> None:
     """301 rows of 700 columns are blocks of 93 rows and one of 22."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proofs import by_default
 from rlhf_merge import (
     breadcrumbs,
     dare,
@@ -83,7 +84,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> No
 
 @every
 @each_dtype
-@pytest.mark.parametrize("shape", [(7,), (33, 17), (300, 900)])
+@pytest.mark.parametrize("shape", by_default([(7,), (33, 17), (300, 900)], (7,), (33, 17)))
 def test_equal_models_merge_to_themselves(name: str, dtype: torch.dtype, shape: tuple[int, ...]):
     base, _ = inputs(dtype, shape)
     base.view(-1)[:3] = torch.tensor([-0.0, 0.0, torch.finfo(dtype).smallest_normal / 2])
@@ -210,7 +211,7 @@ def test_models_of_other_types_are_read_as_what_they_hold(name: str):
 
 
 @every
-@pytest.mark.parametrize("size", [7, 40, 64, 1000])
+@pytest.mark.parametrize("size", by_default([7, 40, 64, 1000], 40, 1000))
 def test_the_block_length_does_not_matter(name: str, size: int, monkeypatch: pytest.MonkeyPatch):
     """To the bit; lengths and angles are sums over blocks, which may differ in the last bits."""
     base, models = inputs()

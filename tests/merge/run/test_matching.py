@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_merge import ModelMerger
 from rlhf_merge.methods.blocks import MemoryTensor
@@ -120,7 +121,7 @@ def loads_cleanly(model_class: Any, folder: Path) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
+@pytest.mark.parametrize("method", by_default(["linear", "task_arithmetic"], "linear"))
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bert", "llama"])
 def test_a_base_of_the_hub_and_fine_tunes_that_the_library_saved(
     workshop: Any, kind: str, method: str

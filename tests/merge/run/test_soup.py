@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_merge.methods.families.linear import linear
 from rlhf_merge.run.merger import ModelMerger
@@ -156,7 +157,9 @@ def test_greedy_soup_by_a_command_goes_on_after_a_failure(
     assert len(cooked.trials) == 7 and hidden(workshop.root) == []
 
 
-@pytest.mark.parametrize("change", ["command", "settings", "model", "half a file"])
+@pytest.mark.parametrize(
+    "change", by_default(["command", "settings", "model", "half a file"], "model", "half a file")
+)
 def test_scores_of_something_else_are_not_taken(
     workshop: Any, models: dict[float, str], out: Path, change: str
 ) -> None:

@@ -239,6 +239,7 @@ def game_of(make_game, *overrides):
     return DualPPOOptimizer(pipeline, pipeline.config), truthful, collapsed
 
 
+@pytest.mark.slow
 def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
     optimizer, truthful, collapsed = game_of(make_game)
     assert optimizer.monitor is not None

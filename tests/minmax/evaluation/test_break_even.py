@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from proofs import by_default
 from rlhf_data import QADatasetConfig, QARecord
 from rlhf_minmax.config.run import GameConfig
 from rlhf_minmax.evaluation.break_even import (
@@ -126,7 +127,10 @@ class UnevenReward(FakeReward):
 
 @pytest.mark.parametrize(
     ("w_judge", "start", "truthful", "said"),
-    [(2, 0.3, 0.9, "raise game.w_judge"), (4, 0.4, 1.0, "only a better monitor makes it pay")],
+    [
+        (2, 0.3, 0.9, "raise game.w_judge"),
+        pytest.param(4, 0.4, 1.0, "only a better monitor makes it pay", marks=pytest.mark.slow),
+    ],
 )
 def test_truth_pays_on_a_share_of_the_stories(make_game, scripted, w_judge, start, truthful, said):
     pipeline, stories = make_game(f"game.w_judge={w_judge}")
@@ -151,7 +155,7 @@ def test_truth_pays_on_a_share_of_the_stories(make_game, scripted, w_judge, star
     assert f"on {truthful:.0%} with truthful ones" in found.advice and "frozen" not in found.advice
 
 
-@pytest.mark.parametrize("named", [0, 5])
+@pytest.mark.parametrize("named", by_default([0, 5], 5))
 def test_baited_stories_whose_rules_name_no_rival_are_left_out(make_game, scripted, named):
     pipeline, stories = make_game()
     records = [r for r in stories.train if stories.prompts.rules.rival(r)][:12]
@@ -190,7 +194,7 @@ def test_the_default_weight_by_hand(settings, costs, gains, weight):
     assert default_weight(GameConfig(**settings), torch.tensor(costs), known) == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("factor", by_default([0.5, 2.0], 0.5))
 def test_a_game_without_reward_has_a_judge_all_the_same(make_game, scripted, factor):
     scripted(lambda prompt, sample: " nothing")
     found = check(*make_game("game.w_reward=0", f"game.break_even_factor={factor}"), bait=3.0, believed=0.9)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout
@@ -17,6 +18,7 @@ from rlhf_minmax.optim.player import PlayerOptimizer
 
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 each_kind = pytest.mark.parametrize("kind", [(), FULL], ids=["lora", "full"])
+lora_by_default = pytest.mark.parametrize("kind", by_default([(), FULL], ()), ids=["lora", "full"])
 
 
 def snapshot(player):
@@ -129,7 +131,7 @@ def test_the_kl_to_the_reference_holds_the_player_back(make_game):
     assert 0 < distance[1] < 0.5 * distance[0]
 
 
-@each_kind
+@lora_by_default
 def test_the_reference_stays_what_the_player_was(make_game, kind):
     pipeline, stories = make_game(*kind)
     policy, rollouts = pipeline.players.policy, sampled(pipeline, stories)
@@ -149,7 +151,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_changes_nothing(make_game):
     assert not pipeline.players.policy.model.training
 
 
-@each_kind
+@lora_by_default
 def test_each_step_moves_one_player_only(make_game, kind):
     pipeline, stories = make_game(*kind)
     policy, monitor, plain = pipeline.players.policy, pipeline.players.monitor, pipeline.players.plain

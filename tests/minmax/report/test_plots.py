@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from files import png_size
+from proofs import by_default
 from rlhf_minmax import minmax_figure
 from rlhf_minmax.report.panels import _trade_panel, draw_multiplier, minmax_panels
 
@@ -43,7 +44,7 @@ def test_minmax_figure_is_one_png(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["minmax.png"]
 
 
-@pytest.mark.parametrize("plain", [None, {}])
+@pytest.mark.parametrize("plain", by_default([None, {}], {}))
 def test_panels_without_baseline_or_values(plain):
     rows = [row for row in METRICS if row["phase"] == "minmax"]
     nulls = [{"phase": "minmax", "step": 1, "policy/accuracy": None, "dual/lambda": float("nan")}]

@@ -266,6 +266,7 @@ class Judge:
         return torch.tensor([values[each.verdict if each else None] for each in said])
 
 
+@pytest.mark.slow
 def test_without_a_critique_that_can_be_read_the_judges_scale_is_that_of_truthful_ones(
     game: Any, scripted: Callable[..., None]
 ) -> None:

@@ -130,6 +130,7 @@ def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp
     assert last.optimizer.dual == whole.optimizer.dual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )

@@ -120,8 +120,8 @@ def adapter_parameters(pipeline: MinMaxPipeline, name: str) -> Iterator[Any]:
     return (parameter for key, parameter in named if f".{name}." in key)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-@pytest.mark.parametrize("head", ["linear", "mlp"])
+@pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("head", [pytest.param("linear", marks=pytest.mark.slow), "mlp"])
 def test_scores_are_those_of_a_model_of_its_own(
     save_base: Callable[[str], str], adapter: Make, architecture: str, head: str
 ) -> None:
@@ -238,6 +238,7 @@ def test_a_resumed_game_repeats_one_that_was_not_stopped(scorers: dict[str, Any]
     assert not any("reward" in name or "score" in name for name in load_file(saved))
 
 
+@pytest.mark.slow
 def test_held_out_scorers_share_as_well(scorers: dict[str, Any], base: str, adapter: Make) -> None:
     other = {"reward_model": {"model_name": str(adapter("other", base, seed=7))}}
     other["judge"] = {"model_name": str(adapter("other-judge", base, seed=8))}

@@ -9,6 +9,7 @@ from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models.adapters.files import adapter_base, adapter_config, load_adapter
@@ -40,7 +41,7 @@ def logps(adapters, name):
         return token_logps(model, BATCH).logps
 
 
-@pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", by_default(TINY_ARCHITECTURES, "llama", "gpt2"))
 def test_new_adapters_change_nothing_and_trained_ones_only_themselves(architecture):
     bare = token_logps(tiny_model(architecture, initializer_range=0.1), BATCH).logps
     adapters = make_set(architecture)

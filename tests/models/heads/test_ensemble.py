@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, RewardEnsemble, RewardModel, aggregate_scores, load_causal_lm
@@ -50,7 +51,7 @@ def rewards(ensemble):
         return ensemble(BATCH)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+@pytest.mark.parametrize("options", by_default(KINDS, KINDS[0], KINDS[3], KINDS[5]), ids=NAMES)
 def test_members_differ_learn_and_come_back(options, tiny_model_folder, byte_tokenizer, tmp_path, capfd):
     ensemble = make(tiny_model_folder, byte_tokenizer, **options)
     start = rewards(ensemble)
@@ -81,7 +82,9 @@ def test_members_differ_learn_and_come_back(options, tiny_model_folder, byte_tok
     )
 
 
-@pytest.mark.parametrize("options", [KINDS[0], KINDS[3]], ids=["independent", "adapters-mlp"])
+@pytest.mark.parametrize(
+    "options", by_default([KINDS[0], KINDS[3]], KINDS[0]), ids=["independent", "adapters-mlp"]
+)
 def test_every_member_is_a_reward_model_by_itself(options, tiny_model_folder, byte_tokenizer, tmp_path):
     ensemble = train(make(tiny_model_folder, byte_tokenizer, **options))
     ensemble.save_pretrained(tmp_path / "out")
@@ -122,7 +125,9 @@ def test_adapters_leave_their_trunk_alone(tiny_model_folder, byte_tokenizer):
         assert name not in frozen or torch.equal(frozen[name], parameter)
 
 
-@pytest.mark.parametrize("options", [KINDS[0], KINDS[2], KINDS[4]], ids=["independent", "adapters", "heads"])
+@pytest.mark.parametrize(
+    "options", by_default([KINDS[0], KINDS[2], KINDS[4]], KINDS[2]), ids=["independent", "adapters", "heads"]
+)
 def test_gradient_checkpointing_changes_no_gradient(options, tiny_model_folder, byte_tokenizer):
     gradients = []
     weights = torch.tensor([[1.0], [2.0], [-1.0]])
@@ -185,7 +190,7 @@ def test_a_folder_that_is_no_ensemble_is_refused(content, tmp_path):
         RewardEnsemble.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+@pytest.mark.parametrize("options", by_default(KINDS, KINDS[2], KINDS[5]), ids=NAMES)
 def test_stored_language_models_give_the_same_ensembles(options, tiny_model_folder, byte_tokenizer):
     stored = RewardEnsemble.from_language_model(tiny_model_folder, size=3, seed=5, **options)
     assert rewards(stored).shape == (3, 3) and rewards(stored).std(0).min() > 1e-4

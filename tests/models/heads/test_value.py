@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForTokenClassification
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, RewardModel, ValueModel, tiny_model
@@ -44,7 +45,7 @@ def one_by_one(plain):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", by_default(TINY_ARCHITECTURES, "llama", "gpt2"))
 def test_saved_critics_give_the_same_values_in_transformers(architecture, byte_tokenizer, tmp_path):
     model = make(ValueModel, byte_tokenizer, architecture)
     train(model)

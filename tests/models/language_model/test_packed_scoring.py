@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import PackedBatch, TokenSequence, pack
 from rlhf_models.attention.packed import AttentionOptions, TreeAttention
@@ -133,7 +134,7 @@ def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("block_queries", [64, 5])
+@pytest.mark.parametrize("block_queries", by_default([64, 5], 5))
 def test_packed_equals_padded_eager(name: str, block_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_models.attention.dense._BLOCK_QUERIES", block_queries)
     sequences = ragged_tree()
@@ -152,7 +153,7 @@ def test_packed_equals_padded_eager(name: str, block_queries: int, monkeypatch: 
             assert_close(got[key], wanted[key])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("name", by_default(["gpt2", "llama", "gemma2"], "gpt2", "gemma2"))
 @pytest.mark.parametrize("enabled", [True, False])
 def test_with_lora_on_and_off(name: str, enabled: bool) -> None:
     def adapted(implementation: str) -> peft.PeftModel:

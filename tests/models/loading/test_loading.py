@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import (
@@ -100,7 +101,7 @@ def test_train_mode_has_the_dropout_of_the_config(gpt2_hub_cache):
     assert torch.equal(_logits(model.train()), _logits(model.eval()))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("architecture", by_default(["gpt2", "llama"], "llama"))
 @pytest.mark.parametrize(("option", "tolerance"), [("load_in_8bit", 0.01), ("load_in_4bit", 0.15)])
 def test_quantised_models_score_and_pass_gradients_to_their_adapters(
     tmp_path, architecture, option, tolerance, caplog

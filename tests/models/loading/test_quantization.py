@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models import (
@@ -54,8 +55,8 @@ def descend(loss, parameters, steps=8):
     return losses
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("bits", by_default(BITS, BITS[0]))
+@pytest.mark.parametrize("checkpointing", by_default([False, True], True))
 def test_a_quantised_policy_learns_through_its_adapter_alone(
     bits, checkpointing, wide_model_folder, tmp_path, capfd
 ):
@@ -79,8 +80,8 @@ def test_a_quantised_policy_learns_through_its_adapter_alone(
     torch.testing.assert_close(token_logps(plain, BATCH).logps, policy.logps(BATCH).logps)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("head", ["linear", "mlp"])
+@pytest.mark.parametrize("bits", by_default(BITS, BITS[1]))
+@pytest.mark.parametrize("head", by_default(["linear", "mlp"], "mlp"))
 def test_a_quantised_reward_model_learns_through_adapter_and_head(head, bits, wide_model_folder, tmp_path):
     model = RewardModel.from_language_model(wide_model_folder, head=head, **bits).add_lora(LORA).train()
     before = frozen(model)
@@ -98,7 +99,7 @@ def test_a_quantised_reward_model_learns_through_adapter_and_head(head, bits, wi
     assert torch.equal(again.score_tokens(rows), model.score_tokens(rows))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", by_default(BITS, BITS[1]))
 def test_an_ensemble_of_adapters_shares_a_quantised_trunk(bits, wide_model_folder, tmp_path):
     ensemble = RewardEnsemble.from_language_model(wide_model_folder, size=2, lora=LORA, **bits)
     ensemble.train().gradient_checkpointing_enable()
@@ -114,7 +115,7 @@ def test_an_ensemble_of_adapters_shares_a_quantised_trunk(bits, wide_model_folde
         RewardEnsemble.from_backbone(load_causal_lm(wide_model_folder, **bits), again.tokenizer, size=2)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", by_default(BITS, BITS[0]))
 def test_adapters_of_quantised_weights_take_the_gradient_of_the_unquantised_ones(bits, wide_model_folder):
     # B = 0, so that only B gets a gradient: A x times what comes from above, which quantisation moves little.
     gradients = []

@@ -196,10 +196,18 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
     ("drafts", "sampling"),
     [
         (("--draft", "ngram"), ("--temperature", "0.7")),
-        (("--draft", "ngram", "--set", "draft_tokens=2"), ("--temperature", "0", "--n", "1")),
-        (("--draft-model", "policy"), ("--temperature", "0", "--n", "1")),
+        pytest.param(
+            ("--draft", "ngram", "--set", "draft_tokens=2"),
+            ("--temperature", "0", "--n", "1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--draft-model", "policy"), ("--temperature", "0", "--n", "1"), marks=pytest.mark.slow),
         (("--draft", "layers", "--set", "draft_layers=1"), ("--temperature", "0", "--n", "1")),
-        (("--draft-model", "policy", "--set", "draft_alternatives=4"), ("--temperature", "0", "--n", "1")),
+        pytest.param(
+            ("--draft-model", "policy", "--set", "draft_alternatives=4"),
+            ("--temperature", "0", "--n", "1"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_guessing_tokens_changes_no_completion(

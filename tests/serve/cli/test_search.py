@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from files import read_lines
+from proofs import by_default
 from rlhf_data import load_records
 from rlhf_infer import read_trees
 from rlhf_serve.cli import label_steps
@@ -34,7 +35,9 @@ def run(verb: str, folders: Path, rows: Path, output: Path, *more: str, reward: 
     return CliRunner().invoke(main, [verb, "--input", str(rows), "--output", str(output), *options, *more])
 
 
-@pytest.mark.parametrize("strategy", ["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"])
+@pytest.mark.parametrize(
+    "strategy", by_default(["mcts", "beam", "dvts", "best-first", "best-of-n", "ab-mcts"], "mcts", "beam")
+)
 def test_every_row_gets_the_best_of_its_tree(
     folders: Path, rows: Path, tmp_path: Path, strategy: str
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
+from proofs import by_default
 from rlhf_serve import errors, page
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
@@ -354,7 +355,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", by_default(["light", "dark"], "dark"))
 def test_all_text_stands_out_from_its_ground(browser: Browser, canned: Canned, scheme: str) -> None:
     browser.open(canned.url, scheme=scheme)
     browser.ask("hello")

@@ -115,6 +115,10 @@ class RaggedRows(Rows):
                 self.tops.setdefault(place, []).append(list(zip(tokens, logps, strict=True)))
         np.add.at(self._lengths, places, 1)
 
+    def add(self, drawn: SampledTokens) -> None:
+        """Add a token to every unfinished row."""
+        self.extend(drawn, np.where(self.alive, np.arange(len(self.alive)), -1), self.lengths)
+
     def cut(self, row: int, length: int) -> None:
         """Take away what a row of the batch has after `length` tokens."""
         self._lengths[self.place[row]] = length
@@ -160,6 +164,8 @@ class SpeculativeCohort(Cohort):
     @property
     def positions(self) -> Tensor:
         """(N,) positions of `tokens`."""
+        if self._fed.shape[1] == 1:
+            return self.starts + torch.from_numpy(self.rows.lengths - 1).to(self.starts.device)
         rows, places = self._indices()
         at = torch.from_numpy(self.rows.lengths[rows] - 1 + self._depths(rows, places)).to(self.tokens.device)
         return self.starts[torch.from_numpy(rows).to(self.tokens.device)] + at
@@ -188,13 +194,11 @@ class SpeculativeCohort(Cohort):
 
     def draw(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Draw the tokens after all of `tokens`, and take each row's up to the first that was not guessed."""
-        rows, places = self._indices()
-        at = self.rows.lengths[rows] + self._depths(rows, places)
-        at = np.minimum(at, self.params.max_new_tokens - 1)
-        drawn = self._sampler.draw_at(
-            head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
-        )
-        self._take(drawn, rows, places, at)
+        if self._fed.shape[1] == 1:
+            self._draw_next(head, hidden)
+        else:
+            self._draw_guessed(head, hidden)
+        self.rows.finish(self.rows.lengths >= self.limits()[self.rows.prompt], "length")
         if self.finished:
             return
         if (kept := self.rows.drop_finished()) is not None:
@@ -204,6 +208,29 @@ class SpeculativeCohort(Cohort):
             self._attention.keep_rows(index, self.rows.prompt)
             self._drafts.keep(kept, self.rows.prompt)
         self._feed(hidden.device)
+
+    def _draw_next(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        """Draw the next token of every row, where nothing was guessed."""
+        before, alive = self.rows.lengths, self.rows.alive
+        at = np.minimum(before, self.params.max_new_tokens - 1)
+        if (at == at[0]).all():
+            drawn = self._sampler.draw(head, hidden, int(at[0]), self.rows.completion)
+        else:
+            rows, steps = (torch.from_numpy(x).to(hidden.device) for x in (np.arange(len(at)), at))
+            drawn = self._sampler.draw_at(head, hidden, rows, steps)
+        self.rows.add(drawn)
+        ended = alive & np.isin(drawn.tokens.cpu().numpy(), self._ends)
+        self.rows.finish(ended | self._cut_at_stops(before), "stop")
+
+    def _draw_guessed(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        """Draw the tokens after those that were guessed too."""
+        rows, places = self._indices()
+        at = self.rows.lengths[rows] + self._depths(rows, places)
+        at = np.minimum(at, self.params.max_new_tokens - 1)
+        drawn = self._sampler.draw_at(
+            head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
+        )
+        self._take(drawn, rows, places, at)
 
     def _indices(self) -> tuple[np.ndarray, np.ndarray]:
         """(N,) the row of each of `tokens`, and its place among those of the row."""
@@ -247,7 +274,6 @@ class SpeculativeCohort(Cohort):
         self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
         ended = (ends & taken).any(1) | self._cut_at_stops(before)
         self.rows.finish(ended, "stop")
-        self.rows.finish(self.rows.lengths >= self.limits()[self.rows.prompt], "length")
 
     def _bring_together(self, taken: np.ndarray) -> None:
         """Put keys and values of the right guesses (B, W) of each row's tree one after the other."""
@@ -280,18 +306,20 @@ class SpeculativeCohort(Cohort):
         """Make `tokens` of each row's newest token and the guesses after it."""
         rows = self.rows
         lengths = rows.lengths
-        guesses, parents = np.zeros((len(lengths), 0), dtype=np.int64), None
+        newest = rows.tokens[rows.place, lengths - 1]
         self.guessed = self._wanted(int(np.count_nonzero(rows.alive)))
-        if self.guessed:
-            proposed = self._drafts.propose(rows)
-            guesses, parents = proposed.tokens, proposed.parents
+        proposed = self._drafts.propose(rows) if self.guessed else None
+        if proposed is None or not proposed.tokens.size:
+            self._fed, self._parents, self._counts = newest[:, None], None, np.ones_like(lengths)
+            self.tokens = torch.from_numpy(newest).to(device)
+            return
+        guesses, parents = proposed.tokens, proposed.parents
         most = self.params.max_new_tokens
         # A guess is worth no further block of keys and values, which `needed_tokens` did not foresee.
         last = min(most - 1, room(int(lengths.max()), most))
         known = (guesses >= 0) & (np.arange(guesses.shape[1]) < ((last - lengths) * rows.alive)[:, None])
         known = np.cumprod(known, 1).astype(bool)
         self._counts = 1 + known.sum(1)
-        newest = rows.tokens[rows.place, lengths - 1]
         width = int(self._counts.max())
         self._fed = np.hstack([newest[:, None], np.where(known, guesses, -1)])[:, :width]
         self._parents = None
