@@ -206,7 +206,8 @@ class Sampler:
             if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
                 wanted = truncated(processed / temperature, params).log_softmax(-1)
             tokens = (race if params.coupled else invert)(wanted, self._uniforms[rows, step])
-        chosen = tokens, *(each.gather(-1, tokens[:, None])[:, 0] for each in (logps, raw))
+        of_tokens = logps.gather(-1, tokens[:, None])[:, 0]
+        chosen = tokens, of_tokens, of_tokens if raw is logps else raw.gather(-1, tokens[:, None])[:, 0]
         if not params.top_logprobs:
             return chosen
         likeliest = raw.topk(min(params.top_logprobs, raw.shape[-1]), -1)

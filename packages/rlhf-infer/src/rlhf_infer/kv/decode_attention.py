@@ -115,16 +115,17 @@ class DecodeAttention:
         """See `rlhf_models.attention.packed.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
         own_key, own_value = self._room(layer, rows, self._step + 1)
-        own_key[:, :, self._step], own_value[:, :, self._step] = key, value
+        own_key.select(2, self._step).copy_(key)
+        own_value.select(2, self._step).copy_(value)
         end, window = self._step + 1, options.window
         if options.softcap is None and layer in self._whole and self._all_near(window):
-            whole_key, whole_value = (x[:, :, : self._cache.longest + end] for x in self._whole[layer])
+            whole_key, whole_value = (x.narrow(2, 0, self._cache.longest + end) for x in self._whole[layer])
             query = query.view(rows, key.shape[1], -1, size)
             mask = self._whole_hidden(end)
             mixed = scaled_dot_product_attention(
                 query, whole_key, whole_value, attn_mask=mask, scale=options.scaling
             )
-            return mixed.to(value.dtype).reshape(rows, heads, size)
+            return mixed.reshape(rows, heads, size).to(value.dtype)
         seen = slice(0 if window is None else max(0, end - window), end)
         query = (query * options.scaling).view(rows, key.shape[1], -1, size)
         mixed, total = mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)

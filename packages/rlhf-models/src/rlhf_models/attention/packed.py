@@ -104,7 +104,7 @@ def _packed_attention(
                 code="cannot_be_packed",
             )
     options = AttentionOptions(scaling, kwargs.get("sliding_window"), softcap, kwargs.get("dropout", 0.0))
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings make fp32 of queries and keys
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
