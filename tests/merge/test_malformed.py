@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mutated_json import mutated
+from proofs import by_default
 from rlhf_merge import ModelMerger
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
@@ -97,7 +98,7 @@ def outcome(work: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize(
-    "cases", [range(150), pytest.param(range(150, 1150), marks=[pytest.mark.slow, pytest.mark.proof])]
+    "cases", by_default([range(30), range(30, 150), range(150, 1150)], range(30), proofs=[range(150, 1150)])
 )
 def test_damaged_json(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range) -> None:
     monkeypatch.chdir(tmp_path)

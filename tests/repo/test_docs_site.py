@@ -81,6 +81,7 @@ def api_pages() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_public_name_has_a_docstring() -> None:
     assert api_pages().missing_docstrings() == []
 

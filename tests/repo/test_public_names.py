@@ -22,6 +22,7 @@ def test_no_module_hides_a_public_name(source: Path) -> None:
         assert not hasattr(importlib.import_module(f"{source.name}.{name}"), name), name
 
 
+@pytest.mark.slow
 def test_packages_use_each_others_public_names() -> None:
     """Of the names that packages import from each other at most 5% are not exported."""
     packages = {source.name for source in SOURCES}

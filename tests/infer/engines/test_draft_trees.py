@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -120,12 +121,25 @@ def plants(draw: st.DrawFn) -> Plant:
     return plant
 
 
+@pytest.fixture(scope="module")
+def plain(lively_model: Any) -> Callable[..., Any]:
+    """An engine, and what it draws without guesses: `(engine, params, rollouts)`."""
+    engine = TransformersEngine(lively_model(), LetterTokenizer())
+
+    @cache
+    def drawn(n: int, stop: tuple[str, ...]) -> Any:
+        params = SamplingParams(20, seed=n, stop=stop)
+        return engine, params, engine.generate(PROMPTS, n, params)
+
+    return drawn
+
+
 @settings(max_examples=25, deadline=None)
 @given(plant=plants(), n=st.integers(1, 3), stop=st.sampled_from([(), ("a",)]))
-def test_no_tree_changes_a_token(plant: Plant, n: int, stop: tuple[str, ...], lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), LetterTokenizer())
-    params = SamplingParams(20, seed=n, stop=stop)
-    expected = engine.generate(PROMPTS, n, params)
+def test_no_tree_changes_a_token(
+    plant: Plant, n: int, stop: tuple[str, ...], plain: Callable[..., Any]
+) -> None:
+    engine, params, expected = plain(n, stop)
     decoder = SpeculativeDecoder(engine.model, LetterTokenizer(), Planted(expected, plant))
     assert_same(decoder.generate(PROMPTS, n, params), expected)
 

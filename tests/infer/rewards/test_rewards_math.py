@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
@@ -210,7 +211,7 @@ def test_options_and_refusals() -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"there is no {GSM8K} (../shared/data)")
-@pytest.mark.parametrize("rule", ["number", "math"])
+@pytest.mark.parametrize("rule", by_default(["number", "math"], "number"))
 def test_every_gsm8k_answer_in_many_forms(rule: str) -> None:
     with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
         answers = [json.loads(line)["answer"] for line in file]

@@ -67,9 +67,11 @@ def without_torch(*arguments: str) -> tuple[int, str]:
     ("arguments", "missing"),
     [
         (["--model", "/nope"], "/nope"),
-        (["--model", ".", "--reward-model", "./none"], "./none"),
+        pytest.param(["--model", ".", "--reward-model", "./none"], "./none", marks=pytest.mark.slow),
         (["generate", "--input", "none.jsonl", "--output", "o", "--model", "."], "none.jsonl"),
-        (["generate", "--input", ".", "--output", "o", "--model", "/nope"], "/nope"),
+        pytest.param(
+            ["generate", "--input", ".", "--output", "o", "--model", "/nope"], "/nope", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_paths_that_are_missing_are_told_before_torch_is_loaded(arguments: list[str], missing: str) -> None:
@@ -77,7 +79,9 @@ def test_paths_that_are_missing_are_told_before_torch_is_loaded(arguments: list[
     assert status == 2 and f" {missing} does not exist" in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [[], ["generate", "--input", ".", "--output", "o"]])
+@pytest.mark.parametrize(
+    "command", [pytest.param([], marks=pytest.mark.slow), ["generate", "--input", ".", "--output", "o"]]
+)
 def test_the_first_line_comes_before_torch_is_loaded(command: list[str]) -> None:
     status, said = without_torch(*command, "--model", ".")
     assert status == 1 and said.startswith("loading torch") and "minutes" not in said
