@@ -26,6 +26,7 @@ from rlhf_eval.figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Formatter
 
 _BOOK_KEEPING = (
     "step",
@@ -135,7 +136,20 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: _whole(value))
-    axes.yaxis.set_major_formatter(lambda value, _: _label(value, axes.get_yticks()))
+    axes.yaxis.set_major_formatter(_tick_labels())
+
+
+def _tick_labels() -> Formatter:
+    from matplotlib.ticker import Formatter
+
+    class Labels(Formatter):
+        def format_ticks(self, values: Sequence[float]) -> list[str]:
+            return [_label(value, values) for value in values]
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return _label(x, [])
+
+    return Labels()
 
 
 def _label(value: float, ticks: Sequence[float] | np.ndarray) -> str:

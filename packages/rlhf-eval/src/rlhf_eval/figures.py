@@ -74,6 +74,7 @@ _ON_DARK = {
 }
 """Colours of a panel in dark mode."""
 _COLOR_STEPS = 32
+_DPI = 120
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
     "text.color": _INK,
@@ -256,7 +257,12 @@ def save_png(figure: Figure, path: str | Path) -> None:
     with explain_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            figure.savefig(temporary, format="png", dpi=120)
+            engine = figure.get_layout_engine()
+            if engine is not None:  # `savefig` would draw everything once more only to lay it out
+                figure.set_dpi(_DPI)
+                engine.execute(figure)
+                figure.set_layout_engine("none")
+            figure.savefig(temporary, format="png", dpi=_DPI)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
