@@ -150,6 +150,12 @@ class RayCluster:
         self._cluster.remove_node(self._machine, allow_graceful=False)
         self.add_machine()
 
+    def kill_head(self) -> None:
+        """Kill the processes of the machine of the head and the driver."""
+        for processes in self._cluster.head_node.all_processes.values():
+            for each in processes:
+                each.process.kill()
+
     def drain_head(self) -> None:
         """Announce that the machine of the head and the driver is to leave."""
         reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +34,7 @@ from rlhf_models import (
     whole_value,
 )
 from rlhf_models.loading.saving import complete, outlines
-from rlhf_models.loading.shards import random_draws_on_meta
+from rlhf_models.loading.shards import forget_pages, mapped_files, random_draws_on_meta
 
 CPU = torch.device("cpu")
 
@@ -137,3 +139,29 @@ def test_an_outline_is_completed_by_the_weights(folder: Path, tmp_path: Path) ->
     assert_equal(
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), AutoModelForCausalLM.from_pretrained(folder)
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say which pages a process has")
+def test_the_pages_of_a_file_are_let_go_and_read_again(tmp_path: Path):
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.arange(1 << 20, dtype=torch.float32)}, path)
+    with safe_open(path, "pt") as file:
+        weight = file.get_tensor("weight")
+    total = weight.sum()
+    assert _resident(path) >= 4096  # 4 MiB of numbers
+    forget_pages(torch.empty(1 << 20), mapped_files())  # not of a file
+    assert _resident(path) >= 4096
+    forget_pages(weight, mapped_files())
+    assert _resident(path) == 0
+    assert weight.sum() == total
+
+
+def _resident(file: Path) -> int:
+    """KiB of a file that this process has in memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found

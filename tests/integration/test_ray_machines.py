@@ -1,0 +1,123 @@
+"""Runs on a Ray cluster that are stopped or lose a machine, and go on: the game, two training processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from files import metrics_of
+from ray_faults import RayCluster, ray_cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.proof,  # minutes each; what a cluster loses is in CI with GRPO
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
+    ),
+]
+_GAME = {"max_steps": 6, "save_steps": 2, "prompts_per_batch": 1}
+_SFT = {"story_rows": 200, "per_device_train_batch_size": 4, "max_steps": 24, "save_steps": 6}
+_PATIENCE = 900.0
+"""Seconds."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A game without Ray, on as many threads as workers have."""
+    run = tmp_path_factory.mktemp("game") / "whole"
+    process = _started(run, "minmax", "--quick", *_settings(_GAME, "training."), "--set", "baseline=false")
+    assert process.wait(_PATIENCE) == 0, _said(run)
+    return run
+
+
+def test_a_game_that_gets_sigterm_goes_on_elsewhere(undisturbed: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    with ray_cluster() as cluster:
+        process = _game(run, cluster, workers=2)
+        _wait_for(run / "checkpoint-2", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(_PATIENCE) == 128 + signal.SIGTERM, _said(run)
+        _ended_as(undisturbed, run, _game(run, cluster, workers=1))
+
+
+def test_a_game_that_loses_the_head_goes_on_in_another_cluster(undisturbed: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    with ray_cluster() as cluster:
+        process = _game(run, cluster, workers=2)
+        _wait_for(run / "checkpoint-4", process)
+        cluster.kill_head()
+        assert process.wait(_PATIENCE) == 1, _said(run)
+    with ray_cluster() as cluster:
+        _ended_as(undisturbed, run, _game(run, cluster, workers=3))
+
+
+def test_one_of_two_machines_that_train_is_killed(tmp_path: Path, run_processes: Callable[..., str]):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    words = ["sft", *_settings(_SFT)]
+    run_processes(["-m", "rlhf_train", *words, "--output-dir", whole])
+    with ray_cluster(cpus=1) as cluster:
+        cluster.add_machine()
+        process = _started(run, *words, *_on(cluster, run, trainer_workers=2))
+        _wait_for(run / "checkpoint-12", process)
+        cluster.kill_machine()
+        assert process.wait(_PATIENCE) == 0, _said(run)
+    assert "a training process was lost" in _said(run)
+    assert metrics_of(run) == metrics_of(whole)
+    assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+
+
+def _settings(values: dict[str, Any], prefix: str = "") -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{prefix}{key}={value}")]
+
+
+def _on(cluster: RayCluster, run: Path, **section: int) -> list[str]:
+    file = run.with_name("distributed.json")
+    file.write_text(json.dumps({"address": cluster.address, "start_timeout": 200, **section}))
+    return ["--distributed", str(file)]
+
+
+def _game(run: Path, cluster: RayCluster, *, workers: int) -> subprocess.Popen[bytes]:
+    """The game on a cluster; resumed if it has begun."""
+    words = ["--quick", *_settings(_GAME, "training."), "--set", "baseline=false"]
+    words = ["--resume", str(run)] if run.exists() else words
+    return _started(run, "minmax", *words, *_on(cluster, run, rollout_workers=workers))
+
+
+def _started(run: Path, *words: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
+    folder = [] if "--resume" in words else ["--output-dir", str(run)]
+    with run.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_train", *words, *folder], stdout=log, stderr=log, env=environment
+        )
+
+
+def _said(run: Path) -> str:
+    return run.with_suffix(".log").read_text(encoding="utf-8")[-6000:]
+
+
+def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < end, _said(path.parent)
+        time.sleep(0.02)
+
+
+def _ended_as(whole: Path, run: Path, process: subprocess.Popen[bytes]) -> None:
+    """A game ends well, with the bytes of another one."""
+    assert process.wait(_PATIENCE) == 0, _said(run)
+    assert metrics_of(run) == metrics_of(whole)
+    files = [path.relative_to(whole) for path in (whole / "final").rglob("*.safetensors")]
+    assert len(files) >= 2
+    for file in (*files, Path("samples.jsonl")):
+        assert (run / file).read_bytes() == (whole / file).read_bytes(), file
