@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from files import CLOCK
 from rlhf_data import load_qa, split_of
 from rlhf_minmax.game.stories import load_stories
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories.jsonl"
-CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 SMALL_DEMO = (
     *("demo.pretrain_steps=2", "demo.sft_steps=2", "demo.reward_steps=2", "demo.judge_steps=2"),
     *("demo.batch_size=4", "demo.flawed_reward=false", "demo.num_stories=8"),

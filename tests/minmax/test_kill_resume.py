@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from files import CLOCK as STEP_CLOCK
 from files import read_json
 from rlhf_data import RunFolder, atomic_write_json
 
@@ -64,7 +65,6 @@ MORE = (
 )
 """What `everything` leaves out for short runs in process; a guard that acts in so weak a game."""
 CLOCK = ("wall_time", "resumed")
-STEP_CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 """Results that tell of the session, not of the run."""
 UNORDERED = ("adapter_config.json", "checksums.json", "base_model.json")
 """peft writes an adapter's target modules, which are a set, in an order of each process's own; the last holds

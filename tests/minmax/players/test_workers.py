@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from files import CLOCK
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import MinMaxConfig, MinMaxTrainer
@@ -16,7 +17,6 @@ from rlhf_minmax.evaluation.measure_game import past_against_past
 from rlhf_minmax.game.stories import hide_answers
 from rlhf_minmax.players.workers import GameWorkers
 
-_CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 _WORKERS = "distributed={address: local, rollout_workers: 2, object_store_gb: 0.2}"
 _PAST = ("diagnostics.cross_play_steps=1", "data.eval_stories=4")
 _FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
@@ -44,7 +44,7 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
             workers.close()
     players = game.players.policy, game.players.monitor
     weights = [each.detach().clone() for player in players for each in player.parameters()]
-    return [{k: v for k, v in row.items() if not k.startswith(_CLOCK)} for row in rows], weights
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows], weights
 
 
 @pytest.mark.slow

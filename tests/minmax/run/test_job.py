@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rlhf_minmax.run.minmax_job
+from files import CLOCK
 from proofs import in_ci
 from raises import raises_error
 from rlhf_data import RunFolder
@@ -16,7 +17,6 @@ from rlhf_minmax import Events, MinMaxJob
 from rlhf_minmax.evaluation.doctor import config_findings
 from rlhf_models import DeviceManager
 
-CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 BLOCK = {
     "policy/accuracy",
     "policy/hack_rate",

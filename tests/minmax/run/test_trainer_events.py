@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from files import CLOCK
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import Events, MinMaxJob, MinMaxTrainer
@@ -17,7 +18,6 @@ SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=
 EVALUATED = ("training.eval_steps=1", "diagnostics.exploitability_stories=0")
 ACCURACIES = (0.25, 0.75, 0.5, 0.25)
 """Of the evaluations after each step."""
-CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 
 
 @pytest.fixture

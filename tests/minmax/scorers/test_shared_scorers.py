@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from files import CLOCK
 from raises import raises_error
 from rlhf_data import RunFolder, TokenSequence, UserError, load_qa, pack
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
@@ -23,7 +24,6 @@ from rlhf_minmax.scorers.shared_trunk import SharedScorer
 from rlhf_models import DeviceManager, JudgeModel, LoraSettings, RewardModel, load_causal_lm, tiny_model
 from small_game import SIZES, STORIES
 
-CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 PROMPTS = ["where is mary ?", "where is mary ?", "the ball is where ?"]
 TEXTS = [" it is kitchen .", " it is garden", " shed"]
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]

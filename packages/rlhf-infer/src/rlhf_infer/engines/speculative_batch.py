@@ -214,7 +214,7 @@ class SpeculativeCohort(Cohort):
         before, alive = self.rows.lengths, self.rows.alive
         at = np.minimum(before, self.params.max_new_tokens - 1)
         if (at == at[0]).all():
-            drawn = self._sampler.draw(head, hidden, int(at[0]), self.rows.completion)
+            drawn = self._sampler.draw(head, hidden, int(at[0]), lambda row: None)
         else:
             rows, steps = (torch.from_numpy(x).to(hidden.device) for x in (np.arange(len(at)), at))
             drawn = self._sampler.draw_at(head, hidden, rows, steps)
