@@ -69,8 +69,8 @@ def shard(
 def return_freed_memory() -> None:
     """Let freed blocks of 128 KiB and more go back to the system, not into the pool of the C library.
 
-    Parameters are gathered and freed over and over; the pool, full of holes between shards, would come to hold
-    as much as the whole model.
+    Parameters are gathered and freed over and over; the pool, with holes between the shards, would come to
+    hold as much as the whole model.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # glibc's
