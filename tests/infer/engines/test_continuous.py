@@ -132,6 +132,33 @@ def test_requests_that_began_at_different_times_are_joined(
         assert not joined
 
 
+def test_joining_keeps_the_bound(lively_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five prompts of 8 tokens, five of 60, 120 more each: 1,540 apart.
+
+    Eight in one cohort, three of them long, would be 1,440 in place of 1,180, and with the others 1,800.
+    """
+    model = lively_model("llama", max_position_embeddings=256)
+    engine = TransformersEngine(model, LetterTokenizer(), max_batch_tokens=1600)
+    advance, held = engine.advance, list[int]()
+
+    def watched(cohorts: Any, **options: Any) -> None:
+        held.append(sum(each.needed_tokens() for each in cohorts))
+        advance(cohorts, **options)
+
+    monkeypatch.setattr(engine, "advance", watched)
+    batcher = ContinuousBatcher(engine)
+    found = []
+    for i in range(10):
+        begun = threading.Event()
+        prompt = [5 + (i + j) % 30 for j in range((8, 60)[i % 2])]
+        params = SamplingParams(120, seed=i, ignore_eos=True)
+        found.append(batcher.submit(prompt, 1, params, on_token=lambda *_, begun=begun: begun.set()))
+        assert begun.wait(60)
+    assert all(len(each.result()[0].completion_ids) == 120 for each in found)
+    batcher.close()
+    assert max(held) <= 1600
+
+
 def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch, lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(max_position_embeddings=4096), LetterTokenizer())
     engine.eos_token_ids = [10**6]

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from rlhf_serve.http import middleware
+from rlhf_serve.http.error_handlers import LastResort
 from rlhf_serve.http.telemetry import Metrics, record_of
 
 POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -247,3 +248,25 @@ def test_a_real_client_that_leaves_ends_the_work() -> None:
         app.state.waiting.wait()
     # The server has ended, for which it waits until nothing runs.
     assert 'route="/wait",status="499"' in requests_in(metrics)[0]
+
+
+def test_a_request_that_outlasts_a_shutdown_gets_503() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(3600)
+
+    async def cancelled() -> list[Any]:
+        sent = list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "state": {}}
+        task = asyncio.create_task(LastResort(endless)(scope, asyncio.Queue[Any]().get, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+        return sent
+
+    start, body = asyncio.run(cancelled())
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"]["code"] == "shutting_down"

@@ -143,6 +143,13 @@ def reward_failed() -> APIError:
     return APIError(502, message, "server_error", code="reward_failed")
 
 
+def shutting_down() -> APIError:
+    """503: the server ends, and this answer was not finished within `drain_timeout_s`."""
+    message = "the server is shutting down and could not finish this answer; send the request again"
+    headers = {"Connection": "close"}
+    return APIError(503, message, "server_error", code="shutting_down", headers=headers)
+
+
 def internal_error(request_id: str) -> APIError:
     """500: a bug in the server; its log has the traceback, under the request's id."""
     return APIError(

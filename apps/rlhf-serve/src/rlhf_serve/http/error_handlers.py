@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import logging
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_data import UserError
-from rlhf_serve.errors import SHOWN, APIError, internal_error, invalid_request, shown
+from rlhf_serve.errors import SHOWN, APIError, internal_error, invalid_request, shown, shutting_down
 from rlhf_serve.http.telemetry import record_of
 
 logger = logging.getLogger("rlhf_serve")
@@ -120,6 +121,8 @@ def as_api_error(error: Exception, method: str, path: str) -> APIError:
 class LastResort:
     """ASGI middleware that answers unhandled exceptions with 500, and writes the traceback to the log.
 
+    A request that is cancelled, since it lasts longer than a shutdown waits, is answered with 503.
+
     Where the response has already started, its connection is left to be cut off: the client sees that the
     answer is not whole.
     """
@@ -140,6 +143,10 @@ class LastResort:
 
         try:
             await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            record_of(scope).error = "shutting_down"
+            if not started:
+                await shutting_down().response()(scope, receive, send)
         except Exception:  # whatever went wrong, the client gets an answer and the log the traceback
             record = record_of(scope)
             record.error = "internal_error"

@@ -146,7 +146,7 @@ class Generating:
         self, request: GenerationRequest, head: Any, queue: asyncio.Queue[str | APIError | None]
     ) -> GenerationResult:
         """A single candidate, streamed by token."""
-        unfolding = Unfolding(self.service.texts, request.params)
+        unfolding = Unfolding(self.service.texts, request.params, self.style.before(request))
         choice = self.style.choice(head, 0)
 
         def on_token(sample: int, token: int, logp: float, top: TopLogps) -> None:

@@ -142,7 +142,7 @@ class Admission:
             Seconds waited.
 
         Raises:
-            APIError: 429 `queue_full`, with an estimate of when there will be room; 503 after `close`.
+            APIError: 429 `queue_full`, with an estimate of when there will be room.
         """
         asked = self._clock()
         await self._acquire()

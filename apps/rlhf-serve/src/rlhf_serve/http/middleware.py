@@ -166,7 +166,7 @@ class Limits:
         """Count a request of a key for as long as the context lasts.
 
         Raises:
-            APIError: 429 or 503.
+            APIError: 429.
         """
         self.admission.check()
         with contextlib.nullcontext() if self.concurrency is None else self.concurrency.hold(key):
@@ -182,7 +182,7 @@ class Gate:
         self.app, self.limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app within, or answer with 429 or 503."""
+        """Run the app within, or answer with 429."""
         if scope["type"] != "http" or scope["path"] not in self.limits.paths:
             return await self.app(scope, receive, send)
         record = record_of(scope)

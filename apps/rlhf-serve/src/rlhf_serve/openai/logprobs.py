@@ -42,9 +42,15 @@ class Unfolding:
 
     Tokens are reported with the piece that their text is in; those of a stop text belong to none, nor do
     special tokens, such as the end, which the text leaves out.
+
+    Args:
+        texts: decodes.
+        params: how the completion is drawn.
+        prompt: tokens that the text goes on after; none where it stands by itself.
     """
 
-    def __init__(self, texts: Texts, params: SamplingParams) -> None:
+    def __init__(self, texts: Texts, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._texts, self._prompt, self._space = texts, prompt, ""
         self._growing = GrowingText(texts, params.stop, params.min_new_tokens)
         self._special, self._stops = texts.token_bytes.special, params.stop_token_ids
         self._rows: list[tuple[int, float, Sequence[tuple[int, float]]]] = []
@@ -54,6 +60,8 @@ class Unfolding:
         """The piece that is certain now and was not before."""
         if token in self._stops:
             return None
+        if not self._rows and self._prompt:
+            self._space = self._texts.space_between(self._prompt, [token])
         self._rows.append((token, logp, top))
         return self._piece(self._growing.add(token))
 
@@ -65,14 +73,17 @@ class Unfolding:
         if not text:
             return None
         first, self._sent = self._sent, self._growing.sent_tokens
-        starts = [0, *self._growing.ends]
+        starts = [0, *(len(self._space) + end for end in self._growing.ends)]
         places = (i for i in range(first, self._sent) if self._rows[i][0] not in self._special)
-        return Piece(text, [TokenRow(*self._rows[i], starts[i]) for i in places])
+        rows = [TokenRow(*self._rows[i], starts[i]) for i in places]
+        return Piece(text if first else self._space + text, rows)
 
 
-def unfolded(texts: Texts, params: SamplingParams, rollout: Rollout) -> Iterator[Piece]:
-    """All pieces of a completion."""
-    unfolding = Unfolding(texts, params)
+def unfolded(
+    texts: Texts, params: SamplingParams, rollout: Rollout, prompt: Sequence[int] = ()
+) -> Iterator[Piece]:
+    """All pieces of a completion; see `Unfolding`."""
+    unfolding = Unfolding(texts, params, prompt)
     logps = rollout.raw_logps or rollout.logps or [0.0] * len(rollout.completion_ids)
     tops = rollout.top_logps or [()] * len(rollout.completion_ids)
     for token, logp, top in zip(rollout.completion_ids, logps, tops, strict=True):

@@ -23,7 +23,7 @@ from rlhf_serve.openai.logprobs import (
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
 from rlhf_serve.service.best_of_n import GenerationResult
-from rlhf_serve.service.requests import Timing
+from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"
@@ -72,11 +72,20 @@ class Format:
             if answer.calls:
                 message["tool_calls"] = answer.calls
             return {"message": message}, answer.finish_reason
-        text = f"{result.request.prompt}{candidate.text}" if self.echo else candidate.text
+        text = self._text(result, candidate)
+        text = f"{result.request.prompt}{text}" if self.echo else text
         body: dict[str, Any] = {"text": text}
         if (found := prompt_logprobs(self.texts.token_bytes, result)) is not None and not self.echo:
             body["prompt_logprobs"] = found
         return body, candidate.rollout.finish_reason
+
+    def before(self, request: GenerationRequest) -> Sequence[int]:
+        """Tokens that the text of a request's completion goes on after; a chat's stands by itself."""
+        return () if self.chat else request.prompt_ids
+
+    def _text(self, result: GenerationResult, candidate: Candidate) -> str:
+        between = self.texts.space_between(self.before(result.request), candidate.rollout.completion_ids)
+        return f"{between}{candidate.text}" if candidate.text else ""
 
     def stream_head(self) -> dict[str, Any]:
         """Fields that all chunks of a stream share."""
@@ -93,7 +102,7 @@ class Format:
             for each in result.chosen:
                 choice = self.choice(head, index)
                 yield choice.opening()
-                for piece in unfolded(self.texts, result.request.params, each.rollout):
+                for piece in self._unfolded(result, each):
                     yield choice.piece(piece)
                 yield choice.closing(each)
                 index += 1
@@ -134,8 +143,11 @@ class Format:
             return []
         if self.echo:
             return echoed(self.texts, result, candidate.rollout, self.logprobs)
-        pieces = unfolded(self.texts, result.request.params, candidate.rollout)
-        return [row for piece in pieces for row in piece.rows]
+        return [row for piece in self._unfolded(result, candidate) for row in piece.rows]
+
+    def _unfolded(self, result: GenerationResult, candidate: Candidate) -> Iterator[Piece]:
+        request = result.request
+        return unfolded(self.texts, request.params, candidate.rollout, self.before(request))
 
     def logprobs_of(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
         """`logprobs` of some tokens, if requested."""

@@ -17,7 +17,7 @@ from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
 from rlhf_serve.service.best_of_n import GenerationResult
-from rlhf_serve.service.requests import Timing
+from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.tokenization import Texts
 
 
@@ -80,6 +80,11 @@ class ResponseFormat:
                 "truncation": request.truncation or "disabled",
             }
         )
+
+    def before(self, request: GenerationRequest) -> Sequence[int]:
+        """Nothing: an answer's text stands by itself."""
+        del request
+        return ()
 
     def id_of(self, head: ResponseStream) -> str:
         """The answer's id."""

@@ -65,6 +65,9 @@ def _settings(body: Generation) -> SearchSettings:
     for name, instead in _NOT_FOR_REQUESTS.items():
         if name in given:
             raise invalid_request(f"search has no {name} in a request: {instead}", "search")
+    known = sorted(set(SearchSettings.model_fields) - set(_NOT_FOR_REQUESTS))
+    if unknown := sorted(set(given).difference(known)):
+        raise invalid_request(f"search has no {unknown[0]!r}; expected {', '.join(known)}", "search")
     try:
         return SearchSettings.from_dict(given | {"selection": body.selection or "best"}, "search")
     except UserError as error:
@@ -82,4 +85,5 @@ def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> No
     except UserError as error:
         own = str(error.fields.get("key", "search"))
         name = {"constraint": "response_format", "min_new_tokens": "min_tokens"}.get(own, own)
-        raise invalid_request(str(error).replace(own, name), name) from error
+        shown = "response_format or guided_..." if own == "constraint" else name
+        raise invalid_request(str(error).replace(own, shown), name) from error

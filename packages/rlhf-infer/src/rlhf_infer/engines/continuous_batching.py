@@ -336,10 +336,18 @@ class ContinuousBatcher:
             alike.append(each)
         for kind in kinds:
             for group in self._groups(kind) if len(kind) > _APART else ():
+                if self._joined_size(group) > self.engine.max_batch_tokens:
+                    continue
                 pieces: list[Piece | None] = [piece for each in group for piece in each.waited_for]
                 place = min(map(self._running.index, group))
                 self._running[place] = Running(JoinedCohort([each.cohort for each in group]), pieces)
                 self._running = [each for each in self._running if each not in group]
+
+    def _joined_size(self, group: list[Running]) -> int:
+        """Tokens that all that runs holds once a group of it is one cohort, padded to one length."""
+        apart = sum(each.cohort.needed_tokens() for each in self._running if each not in group)
+        pieces = [piece for each in group for piece in each.waited_for]
+        return apart + size_of(pieces, 1 + max(each.cohort.rows.longest for each in group))
 
     def _can_join(self, each: Running) -> bool:
         longest = max(len(piece.prompt) + piece.params.max_new_tokens for piece in each.waited_for)
