@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -21,9 +20,7 @@ from ray_faults import RayCluster, ray_cluster
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.proof,  # minutes each; what a cluster loses is in CI with GRPO
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
-    ),
+    pytest.mark.usefixtures("ray_installed"),
 ]
 _GAME = {"max_steps": 6, "save_steps": 2, "prompts_per_batch": 1}
 _SFT = {"story_rows": 200, "per_device_train_batch_size": 4, "max_steps": 24, "save_steps": 6}
