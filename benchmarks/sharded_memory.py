@@ -45,6 +45,7 @@ ZERO = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {},
+    "dpo_4bit": {"use_peft": True, "load_in_4bit": True},
     "reward": {},
     "grpo": {"beta": 0.1, "num_generations": 4, "max_completion_length": 16, "reward": ["length:target=8"]},
     "ppo": {"max_completion_length": 16, "reward": ["length:target=8"], "value_model": "separate"},
@@ -180,7 +181,8 @@ def train(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
     from rlhf_algos.process_group import world_size
     from rlhf_data import RunFolder
 
-    method = METHODS[name]
+    method_name = name.partition("_")[0]
+    method = METHODS[method_name]
     values: dict[str, Any] = {
         "model_name_or_path": str(model),
         "train_data": str(model.with_name("pairs.jsonl")),
@@ -193,10 +195,10 @@ def train(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
         **SETTINGS[name],
     }
     config = method.resolve(values | sharding(run, mode))
-    memory = plan_training(name, config, Machine(world_size()))["memory"]
+    memory = plan_training(method_name, config, Machine(world_size()))["memory"]
     phases = {phase: round(sum(parts.values())) for phase, parts in memory.items()}
     planned = {"planned_load": phases["load"], "planned_peak": max(phases.values())}
-    job = TrainingJob(name, config, RunFolder.create(run, resume=True))
+    job = TrainingJob(method_name, config, RunFolder.create(run, resume=True))
     peaks: dict[str, int] = {}
     parallel: Any = Parallel
     prepare = parallel.prepare

@@ -124,6 +124,51 @@ def test_four_then_two_then_one_process_train_as_one_does(
 
 
 @pytest.fixture(scope="module")
+def packed(inputs: Path) -> list[str]:
+    """Options that train adapters on 4-bit weights, of a model as wide as their blocks."""
+    pytest.importorskip("bitsandbytes")
+    config = LlamaConfig.from_pretrained(inputs / "model", hidden_size=64, head_dim=32, intermediate_size=192)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(inputs / "blocks")
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(inputs / "blocks")
+    given = ["--model", inputs / "blocks", "--set", "use_peft=true", "--set", "load_in_4bit=true"]
+    return [str(part) for part in given]
+
+
+@pytest.fixture(scope="module")
+def packed_alone(train: Callable[..., None], inputs: Path, packed: list[str]) -> Path:
+    """The run of a single process."""
+    train(inputs / "packed", 1, *settings(inputs, 1), *packed)
+    return inputs / "packed"
+
+
+@pytest.mark.parametrize("mode", in_ci(["fsdp", "fsdp_bf16", "fsdp_offload", "zero3", "zero3_bf16"], "fsdp"))
+def test_adapters_on_4_bit_weights_train_as_on_one_process(
+    mode: str, train: Any, inputs: Path, packed: list[str], packed_alone: Path, tmp_path: Path
+) -> None:
+    """On four processes, then on two."""
+    if mode.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    kind, _, extra = mode.partition("_")
+    own: dict[str, Any] = (
+        {"deepspeed": str(ROOT / "configs/zero3.json")} if kind == "zero3" else {"fsdp": True}
+    )
+    own |= {"bf16": {"bf16": True}, "offload": {"fsdp_cpu_offload": True}, "": {}}[extra]
+    run = tmp_path / "run"
+    train(run, 4, *settings(inputs, 4, **own), *packed, steps=4)
+    train(run, 2, "--resume")
+    bound = 2e-3 if extra == "bf16" else 1e-5
+    expected = RunFolder(packed_alone).read_metrics()
+    for row, other in zip(RunFolder(run).read_metrics(), expected, strict=True):
+        for name in ("loss", "logps/chosen", "rewards/margins", "grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=bound, abs=bound), (row["step"], name)
+    final, whole = weights(run / "final"), weights(packed_alone / "final")
+    assert final.keys() == whole.keys() and all("lora" in name for name in final)
+    for name, each in whole.items() if extra != "bf16" else ():
+        torch.testing.assert_close(final[name], each, rtol=1e-2, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
 def wide(inputs: Path) -> Path:
     """A narrow model with a vocabulary of 152,064 rows; demonstrations, every other one of 300 tokens."""
     folder = inputs / "wide"

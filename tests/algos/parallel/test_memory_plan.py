@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from rlhf_algos import METHODS, DPOConfig, Machine, check_start, plan_machine
 from rlhf_algos.parallel.memory_plan import (
     Gathered,
     TrainedShape,
+    gathered_parts,
     memory_by_phase,
+    packed_in_4bit,
     trained_shape,
 )
 from rlhf_models import LoraSettings, add_adapters, tiny_model
@@ -130,6 +133,26 @@ def test_the_shape_of_a_model() -> None:
     assert trained_shape(adapted, frozen=4.0 * count, reference=0.0, moments=8.0).trained < count / 2
 
 
+def test_scales_of_4_bit_weights_are_whole_in_every_process(tmp_path: Path) -> None:
+    """Trained 4 x 1000 / 4, frozen 200 / 4, and 30 bytes of scales."""
+    shape = replace(SHAPE, unsharded=30.0)
+    for settings in ({"fsdp": True}, {"deepspeed": zero(tmp_path, 3)}):
+        config = DPOConfig.from_dict(settings)
+        phases = memory_by_phase(config, shape, Machine(4), half=False, activations=0.0)
+        assert phases["load"]["weights"] == 1000 + 50 + 30
+    whole = memory_by_phase(DPOConfig.from_dict({}), shape, Machine(4), half=False, activations=0.0)
+    assert whole["load"]["weights"] == 4000 + 200 + 30
+
+
+def test_4_bit_weights_are_gathered_as_they_are() -> None:
+    """Two to the byte: an eighth of an fp32 parameter each; norms stay."""
+    model = tiny_model("llama", vocab_size=300, seed=0)
+    whole, packed = gathered_parts(model), gathered_parts(model, packed_in_4bit(model, 4))
+    norms = 2 * model.model.norm.weight.numel()
+    assert packed.layer == norms + (whole.layer - norms) / 8
+    assert (packed.end, packed.rest) == (whole.end, whole.rest)
+
+
 @pytest.mark.parametrize(
     ("given", "memory"),
     [
@@ -156,7 +179,7 @@ def test_other_gpus_are_refused(given: str) -> None:
         plan_machine(1, given)
 
 
-def test_quantised_weights_are_not_sharded() -> None:
+def test_8_bit_weights_are_not_sharded() -> None:
     quantised = {"model_name_or_path": "a-model", "load_in_8bit": True, "use_peft": True}
     config = METHODS["dpo"].resolve(quantised | {"fsdp": True})
     with raises_error("quantised_and_sharded"):

@@ -114,6 +114,7 @@ from rlhf_algos.parallel.memory_plan import check_room as check_room
 from rlhf_algos.parallel.memory_plan import gathered_parts as gathered_parts
 from rlhf_algos.parallel.memory_plan import memory_by_phase as memory_by_phase
 from rlhf_algos.parallel.memory_plan import memory_rows as memory_rows
+from rlhf_algos.parallel.memory_plan import packed_in_4bit as packed_in_4bit
 from rlhf_algos.parallel.memory_plan import peak_of as peak_of
 from rlhf_algos.parallel.memory_plan import plan_machine as plan_machine
 from rlhf_algos.parallel.parallel import Parallel as Parallel

@@ -102,5 +102,7 @@ from rlhf_models.memory import activation_bytes as activation_bytes
 from rlhf_models.memory import cache_bytes as cache_bytes
 from rlhf_models.memory import format_bytes as format_bytes
 from rlhf_models.memory import memory_text as memory_text
+from rlhf_models.memory import quantised_weights as quantised_weights
+from rlhf_models.memory import scale_bytes as scale_bytes
 from rlhf_models.memory import weight_bytes as weight_bytes
 from rlhf_models.policy import PolicyModel as PolicyModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +16,15 @@ _LOGITS_COPIES = 3
 """Logits, their log-softmax and its gradient."""
 _QUANTISED_BYTES = {8: 1.0, 4: 0.516}
 """Per weight: LLM.int8(), and NF4 with double quantisation (4.127 bits: arXiv:2305.14314, section 3)."""
+_SCALES = 0.016
+"""Bytes of that which are a weight's share of its block's scale."""
+
+
+def quantised_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The weights that 8 and 4 bits are of: those of the linear layers but the head."""
+    head = model.get_output_embeddings()
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head)
+    return [cast(nn.Parameter, layer.weight) for layer in layers]
 
 
 def weight_bytes(model: PreTrainedModel, *, bits: int | None = None) -> float:
@@ -22,17 +32,18 @@ def weight_bytes(model: PreTrainedModel, *, bits: int | None = None) -> float:
 
     Args:
         model: the model.
-        bits: 8 or 4: its linear layers but the head count as quantised so far.
+        bits: 8 or 4: `quantised_weights` count as quantised so far.
     """
-    quantised: set[int] = set()
-    if bits is not None:
-        head = model.get_output_embeddings()
-        layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-        quantised = {id(layer.weight) for layer in layers}
+    quantised = {id(weight) for weight in quantised_weights(model)} if bits else set()
     return sum(
         p.numel() * (_QUANTISED_BYTES[bits] if bits and id(p) in quantised else p.element_size())
         for p in model.parameters()
     )
+
+
+def scale_bytes(model: PreTrainedModel) -> float:
+    """Bytes of the scales of a model in 4 bits, which every process has where weights are sharded."""
+    return _SCALES * sum(weight.numel() for weight in quantised_weights(model))
 
 
 def activation_bytes(

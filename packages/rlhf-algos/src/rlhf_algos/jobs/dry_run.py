@@ -36,6 +36,7 @@ from rlhf_algos.parallel.memory_plan import (
     check_room,
     memory_by_phase,
     memory_rows,
+    packed_in_4bit,
     peak_of,
     trained_shape,
 )
@@ -60,6 +61,7 @@ from rlhf_models import (
     cache_bytes,
     is_language_adapter,
     load_shape,
+    scale_bytes,
     weight_bytes,
 )
 
@@ -286,6 +288,7 @@ def _memory(
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
     base = model.get_base_model() if config.use_peft else model
     weights = members * weight_bytes(base, bits=bits)
+    scales = members * scale_bytes(base) if bits == 4 else 0.0
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
     text = model.config.get_text_config()
     activations = members * activation_bytes(
@@ -297,18 +300,21 @@ def _memory(
         device=job_device(),
         gpu_memory=machine.memory if machine.card else None,
     )
+    half = precision in HALF
     shape = trained_shape(
         model,
-        frozen=weights if config.use_peft else 0.0,
+        frozen=weights - scales if config.use_peft else 0.0,
         reference=weights if config.needs_reference and not config.use_peft else 0.0,
         moments=MOMENT_BYTES[config.optim],
+        unsharded=scales,
+        packed=packed_in_4bit(base, 2 if half else 4) if bits == 4 else None,
     )
     shape = replace(shape, trained=members * shape.trained)
     if getattr(config, "value_model", None) == "separate":
         activations *= 2
-        shape = replace(shape, trained=2 * shape.trained, frozen=2 * shape.frozen)
+        twice = {name: 2 * getattr(shape, name) for name in ("trained", "frozen", "unsharded")}
+        shape = replace(shape, **twice)
     cache = _cache(config, text, tokens, itemsize, machine) if isinstance(config, OnlineJobConfig) else 0.0
-    half = precision in HALF
     return memory_by_phase(config, shape, machine, half=half, activations=activations, cache=cache)
 
 
@@ -334,6 +340,7 @@ _LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"use_peft": True, "dtype": "bfloat16", "gradient_checkpointing": True},
     {"use_peft": True, "load_in_4bit": True},
     {"use_peft": True, "load_in_4bit": True, "gradient_checkpointing": True},
+    {"fsdp": True, "use_peft": True, "load_in_4bit": True, "gradient_checkpointing": True},
 )
 """Changes of settings that save memory, those that change the training least first."""
 

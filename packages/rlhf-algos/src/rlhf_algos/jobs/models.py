@@ -76,10 +76,10 @@ def check_start(method: Method, config: JobConfig, machine: Machine | None = Non
     check_hardware(here, job_device(), _dtype(config), world_size=processes)
     check_optimizer(here.optim, job_device())
     check_trackers(here.report_to)
-    if (config.load_in_8bit or config.load_in_4bit) and processes > 1 and shards_weights(config):
+    if config.load_in_8bit and processes > 1 and shards_weights(config):
         raise UserError(
-            "quantised weights are not sharded; leave out load_in_8bit and load_in_4bit, or fsdp and ZeRO-3: "
-            "with ZeRO-2 each process holds the quantised model",
+            "8-bit weights are not sharded; set load_in_4bit in place of load_in_8bit, or leave out fsdp and "
+            "ZeRO-3: with ZeRO-2 each process holds the quantised model",
             code="quantised_and_sharded",
         )
     quantization_config(config.load_in_8bit, config.load_in_4bit)

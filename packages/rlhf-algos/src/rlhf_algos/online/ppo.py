@@ -192,14 +192,19 @@ class PPOTrainer(OnlineTrainer):
 def start_value_model(model: Any, tokenizer: Any, config: PPOConfig) -> ValueModel | ValueHead:
     """A value model for a policy: a head on its trunk, or its trunk copied under a head.
 
-    Adapters of the policy are left out.
+    Adapters of the policy are left out; a quantised trunk is loaded again, as it cannot be copied.
     """
     sharded = is_deferred(model)
     if config.value_model == "shared":
         head = ValueHead(model.config.get_text_config().hidden_size, seed=config.seed)
         return head if sharded else head.to(model.device)
+    options: dict[str, Any] = {"sharded": True} if sharded else {"device": model.device}
     if config.value_model_path:
-        options: dict[str, Any] = {"sharded": True} if sharded else {"device": model.device}
         return ValueModel.from_pretrained(config.value_model_path, dtype=model.dtype, **options)
+    if getattr(model, "is_quantized", False):
+        for bits in ("load_in_8bit", "load_in_4bit"):
+            options[bits] = getattr(model, bits.replace("load", "is_loaded"), False)
+        options |= {"dtype": model.dtype, "seed": config.seed}
+        return ValueModel.from_language_model(model.name_or_path, **options)
     trunk = copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
     return ValueModel.from_backbone(trunk, tokenizer, seed=config.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlhf_algos.configs.trainer import HardwareConfig
 from rlhf_algos.parallel.deepspeed_file import deepspeed_settings
 from rlhf_algos.parallel.sharding import units
 from rlhf_data import UserError
-from rlhf_models import format_bytes, memory_text
+from rlhf_models import format_bytes, memory_text, quantised_weights
 
 __all__ = [
     "CARDS",
@@ -25,6 +25,7 @@ __all__ = [
     "gathered_parts",
     "memory_by_phase",
     "memory_rows",
+    "packed_in_4bit",
     "peak_of",
     "plan_machine",
     "trained_shape",
@@ -121,16 +122,31 @@ class Gathered:
         return Gathered(*map(max, (self.layer, self.end, self.rest), (other.layer, other.end, other.rest)))
 
 
-def gathered_parts(model: nn.Module) -> Gathered:
-    """The sizes of what `units` gives, for a model that may be on the meta device."""
+def gathered_parts(model: nn.Module, packed: Mapping[int, float] | None = None) -> Gathered:
+    """The sizes of what `units` gives, for a model that may be on the meta device.
+
+    Args:
+        model: the model.
+        packed: by a quantised weight's id, the parameters that need as many bytes.
+    """
     sizes = {"layer": 0, "end": 0}
+    smaller = packed or {}
+
+    def size(parameters: Iterable[nn.Parameter]) -> int:
+        return round(sum(smaller.get(id(each), each.numel()) for each in parameters))
+
     seen: set[int] = set()
     for unit in units(model):
         name = "layer" if any(True for _ in unit.children()) else "end"  # the ends are single modules
         own = [each for each in unit.parameters() if id(each) not in seen]
         seen.update(map(id, own))
-        sizes[name] = max(sizes[name], sum(each.numel() for each in own))
-    return Gathered(**sizes, rest=sum(each.numel() for each in model.parameters() if id(each) not in seen))
+        sizes[name] = max(sizes[name], size(own))
+    return Gathered(**sizes, rest=size(each for each in model.parameters() if id(each) not in seen))
+
+
+def packed_in_4bit(model: Any, itemsize: int) -> dict[int, float]:
+    """Of a language model's weights in 4 bits, the parameters of `itemsize` bytes that need as many."""
+    return {id(weight): weight.numel() * 0.5 / itemsize for weight in quantised_weights(model)}
 
 
 @dataclass(frozen=True)
@@ -143,6 +159,7 @@ class TrainedShape:
         reference: bytes of a frozen copy that is the reference; 0 without one.
         gathered: of the model whose parts are the largest.
         moments: bytes of both Adam moments of a parameter.
+        unsharded: bytes that every process has whole, beside `frozen`: the scales of 4-bit weights.
     """
 
     trained: int
@@ -150,19 +167,31 @@ class TrainedShape:
     reference: float
     gathered: Gathered
     moments: float = 8.0
+    unsharded: float = 0.0
 
 
-def trained_shape(model: nn.Module, *, frozen: float, reference: float, moments: float) -> TrainedShape:
+def trained_shape(
+    model: nn.Module,
+    *,
+    frozen: float,
+    reference: float,
+    moments: float,
+    unsharded: float = 0.0,
+    packed: Mapping[int, float] | None = None,
+) -> TrainedShape:
     """The shape of a model, which may be on the meta device.
 
     Args:
         model: with its adapters.
-        frozen: bytes of its frozen parameters.
+        frozen: bytes of its frozen parameters, but those of `unsharded`.
         reference: bytes of a frozen copy of it; 0 without one.
         moments: bytes of both moments of a trained parameter.
+        unsharded: see `TrainedShape`.
+        packed: see `gathered_parts`.
     """
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    return TrainedShape(trained, frozen, reference, gathered_parts(model), moments)
+    gathered = gathered_parts(model, packed)
+    return TrainedShape(trained, frozen, reference, gathered, moments, unsharded)
 
 
 def memory_by_phase(
@@ -196,7 +225,7 @@ def memory_by_phase(
         parts, gathered, in_update = _zero(deepspeed_settings(config.deepspeed), shape, machine, half)
     else:
         count = shape.trained
-        parts = {"weights": 4.0 * count + shape.frozen, "reference": shape.reference}
+        parts = {"weights": 4.0 * count + shape.frozen + shape.unsharded, "reference": shape.reference}
         parts |= {"gradients": 4.0 * count, "moments": shape.moments * count}
         gathered, in_update = 0.0, {}
         if half:
@@ -221,7 +250,7 @@ def _fsdp(
     if config.fsdp_cpu_offload and machine.card:
         own = 0.0
     count = shape.trained * own
-    parts = {"weights": 4 * count + shape.frozen * own, "reference": shape.reference * own}
+    parts = {"weights": 4 * count + shape.frozen * own + shape.unsharded, "reference": shape.reference * own}
     parts |= {"gradients": 4 * count, "moments": shape.moments * count}
     size, most = 2 if half else 4, shape.gathered
     # A layer, what it is copied from, and the one gathered before it; what is not in a layer stays.
@@ -241,7 +270,8 @@ def _zero(
     stage, size = int(section["stage"]), 2 if half else 4
     count, own = shape.trained, shape.trained / machine.processes
     split = 1 / machine.processes if stage == 3 else 1.0
-    parts = {"weights": (size * count + shape.frozen) * split, "reference": shape.reference * split}
+    parts = {"weights": (size * count + shape.frozen) * split + shape.unsharded}
+    parts["reference"] = shape.reference * split
     parts["gradients"] = size * (count if stage == 1 else own)
     parts["fp32 copy of the weights"] = 4.0 * own if half or stage < 3 else 0.0
     parts["moments"] = shape.moments * own
@@ -260,7 +290,7 @@ def _zero(
             parts |= {"fp32 copy of the weights": 0.0, "moments": 0.0}
             group = 0.0
         if (section.get("offload_param") or {}).get("device", "none") != "none":
-            parts |= {"weights": 0.0, "reference": 0.0}
+            parts |= {"weights": shape.unsharded, "reference": 0.0}
     in_update["gradients in fp32"] = 4.0 * group
     return parts, gathered, in_update
 

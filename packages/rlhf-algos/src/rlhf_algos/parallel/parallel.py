@@ -139,7 +139,7 @@ class Parallel:
                 if half is not None and parameter.is_floating_point():
                     parameter.data = parameter.data.to(half)  # DeepSpeed keeps a copy in fp32
             settings: Any = self.accelerator.state.deepspeed_plugin
-            partition(scorer, self.device, settings.deepspeed_config)
+            partition(scorer, self.device, settings.deepspeed_config, storage=half or torch.float32)
         else:
             return False
         return True

@@ -109,10 +109,16 @@ def _ends(model: PreTrainedModel, uses: Mapping[int, int]) -> list[nn.Module]:
     return [end for end in ends if all(uses[id(parameter)] == 1 for parameter in end.parameters())]
 
 
-def partition(module: nn.Module, device: torch.device, settings: dict[str, Any]) -> None:
+def partition(
+    module: nn.Module, device: torch.device, settings: dict[str, Any], *, storage: torch.dtype
+) -> None:
     """Put the values of deferred parameters in place and partition them as ZeRO-3 does, one at a time.
 
-    `settings` are DeepSpeed's, with a `zero_optimization` section of stage 3.
+    Args:
+        module: holds them.
+        device: of this process.
+        settings: DeepSpeed's, with a `zero_optimization` section of stage 3.
+        storage: type of the parameters that 4-bit weights are packed into; DeepSpeed wants one of all.
     """
     import deepspeed
 
@@ -129,7 +135,7 @@ def partition(module: nn.Module, device: torch.device, settings: dict[str, Any])
             deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
             converted.append(parameter)
 
-    fill_deferred(module, device, then=convert)
+    fill_deferred(module, device, then=convert, storage=storage)
 
 
 def step_in_place(optimizer: Any) -> None:

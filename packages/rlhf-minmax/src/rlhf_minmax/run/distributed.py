@@ -75,14 +75,14 @@ def check_inputs(config: MinMaxConfig) -> None:
 
 
 def _check_quantised(config: MinMaxConfig, sharding: str) -> None:
-    """Refuse quantised models whose weights would be sharded."""
+    """Refuse models in 8 bits whose weights would be sharded."""
     sections = {**_players(config), **scorer_sections(config)}
     for name, section in sections.items():
-        if section.load_in_8bit or getattr(section, "load_in_4bit", False):
+        if section.load_in_8bit:
             raise UserError(
-                f"the {name.removesuffix('_model')} model is quantised, and {sharding} shards no quantised "
-                "weights; leave out load_in_8bit and load_in_4bit, or take ZeRO-2, with which each process "
-                "holds the quantised model",
+                f"the {name.removesuffix('_model')} model is in 8 bits, and {sharding} shards no 8-bit "
+                "weights; leave out load_in_8bit (players can have load_in_4bit), or take ZeRO-2, with which "
+                "each process holds the quantised model",
                 code="quantised_and_sharded",
             )
 

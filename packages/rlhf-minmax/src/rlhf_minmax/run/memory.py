@@ -19,6 +19,7 @@ from rlhf_algos import (
     check_room,
     gathered_parts,
     memory_by_phase,
+    packed_in_4bit,
     shards_weights,
 )
 from rlhf_data import UserError, apply_overrides
@@ -34,6 +35,7 @@ from rlhf_models import (
     adapter_shapes,
     add_adapters,
     cache_bytes,
+    scale_bytes,
     weight_bytes,
 )
 
@@ -54,6 +56,7 @@ class Held:
         trained: parameters by player, its critic's included.
         probed: parameters that a best-response probe trains with an optimizer of its own.
         frozen: bytes of weights that are not trained, the references left out.
+        unsharded: bytes of the scales of 4-bit weights, which every process has.
         reference: bytes of references.
         gathered: parts of the models here that are gathered together.
         activations: of the largest pass.
@@ -64,6 +67,7 @@ class Held:
     trained: dict[str, int] = field(default_factory=dict)
     probed: int = 0
     frozen: float = 0.0
+    unsharded: float = 0.0
     reference: float = 0.0
     gathered: Gathered = field(default_factory=Gathered)
     activations: float = 0.0
@@ -119,7 +123,7 @@ def _phases(config: MinMaxConfig, held: Held, device: torch.device, machine: Mac
     training, total = config.training, sum(held.trained.values())
     hardware = training.hardware()
     moments = float(MOMENT_BYTES[training.optim])
-    shape = TrainedShape(total, held.frozen, held.reference, held.gathered, moments)
+    shape = TrainedShape(total, held.frozen, held.reference, held.gathered, moments, held.unsharded)
     sizes = {"half": False, "activations": held.activations, "cache": held.cache}
     phases = memory_by_phase(hardware, shape, machine, **sizes)
     update = phases["update"]
@@ -189,7 +193,8 @@ class _Planned:
         bits = 8 if player.load_in_8bit else 4 if player.load_in_4bit else None
         sizes = _sizes(_Shape(info.config), AutoModelForCausalLM, self._dtype(device, player), bits)
         if player.use_lora:
-            on.frozen += sizes.weights
+            on.frozen += sizes.weights - sizes.scales
+            on.unsharded += sizes.scales
             count = _adapter_size(_Shape(info.config), lora_settings(player).model_dump_json())
         else:
             on.reference += sizes.weights
@@ -251,11 +256,12 @@ class _Shape:
 
 
 class _Sizes(NamedTuple):
-    """Bytes of a model's weights, its parameters, and the parts of it that are gathered together."""
+    """Bytes of a model's weights, its parameters, the parts gathered together, and bytes of scales."""
 
     weights: float
     count: int
     gathered: Gathered
+    scales: float
 
 
 @lru_cache(maxsize=32)  # a plan tries many settings on the same models
@@ -263,7 +269,9 @@ def _sizes(shape: _Shape, auto_class: Any, dtype: torch.dtype, bits: int | None)
     with torch.device("meta"):
         model = auto_class.from_config(shape.config, dtype=dtype)
     count = sum(p.numel() for p in model.parameters())
-    return _Sizes(weight_bytes(model, bits=bits), count, gathered_parts(model))
+    scales = scale_bytes(model) if bits == 4 else 0.0
+    packed = packed_in_4bit(model, 4) if bits == 4 else None
+    return _Sizes(weight_bytes(model, bits=bits), count, gathered_parts(model, packed), scales)
 
 
 @lru_cache(maxsize=8)
@@ -309,8 +317,6 @@ def check_game_fits(
         shards = "training.fsdp" in changes
         if shards and (machine.processes == 1 or (config.training.deepspeed and changes != spread)):
             return None
-        if "policy_model.load_in_4bit" in changes and config.training.fsdp:
-            return None  # quantised weights are not sharded
         overrides = [
             f"{key}={'null' if value is None else str(value).lower()}" for key, value in changes.items()
         ]

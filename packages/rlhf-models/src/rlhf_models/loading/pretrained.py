@@ -154,8 +154,10 @@ def read_model(
         "config": load_config(name_or_path) if config is None else config,
     }
     options["adapter_kwargs"] = {"local_files_only": True}  # else each load asks the hub for an adapter
-    load: Any = partial(load_shards, auto_class) if sharded else auto_class.from_pretrained
-    if quantization is not None:
+    load: Any = auto_class.from_pretrained
+    if sharded:
+        load = partial(load_shards, auto_class, quantization=quantization)
+    elif quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
         model, info = _cached_first(load, name_or_path, output_loading_info=True, **options)

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from rlhf_data import UserError
+
+_BLOCK = 64
+"""Weights with one scale: bitsandbytes' default."""
 
 
 def quantization_config(
@@ -51,13 +55,42 @@ def prepare_quantized(model: nn.Module, where: str) -> None:
                 module.register_forward_pre_hook(_dequantise)
 
 
+def quantise_deferred(model: PreTrainedModel, settings: BitsAndBytesConfig, where: str) -> None:
+    """Give a model on the meta device 4-bit layers where transformers has them, whose weights can be sharded.
+
+    Raises:
+        UserError: the settings are of 8 bits, which are not sharded, or a layer cannot be quantised.
+    """
+    if not settings.load_in_4bit:
+        raise UserError(
+            "8-bit weights are not sharded; set load_in_4bit in place of load_in_8bit, or leave out fsdp and "
+            "ZeRO-3: with ZeRO-2 each process holds the quantised model",
+            code="quantised_and_sharded",
+        )
+    from rlhf_models.kernels.sharded_4bit import ShardedLinear4bit, use_sharded_4bit
+
+    quantizer: Any = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map=None)
+    quantizer.postprocess_model(model)
+    use_sharded_4bit(model)
+    if not torch.cuda.is_available():
+        for name, module in model.named_modules():
+            if isinstance(module, ShardedLinear4bit):
+                _check_block_size(module, _BLOCK, f"{name} of {where}")
+
+
 def _check_blocks(module: Any, where: str) -> None:
     """Refuse what bitsandbytes' 4-bit CPU kernel gets wrong: it takes every row to start a new block."""
     state = getattr(module.weight, "quant_state", None)
-    if state is not None and module.in_features % state.blocksize:
+    if state is not None:
+        _check_block_size(module, state.blocksize, where)
+
+
+def _check_block_size(module: Any, size: int, where: str) -> None:
+    if module.in_features % size:
         raise UserError(
             f"layer {where} has {module.in_features} inputs, and 4-bit weights on the CPU need a multiple of "
-            f"{state.blocksize}; use load_in_8bit or a GPU",
+            f"{size}; use load_in_8bit or a GPU",
             code="layer_cannot_be_quantized",
         )
 

@@ -21,10 +21,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+
+from rlhf_data import UserError
+from rlhf_models.loading.quantization import quantise_deferred
 
 Returned = TypeVar("Returned")
 _GATHER = contextvars.ContextVar[Callable[[Tensor], Tensor] | None]("gather", default=None)
@@ -88,15 +91,30 @@ class ShardUnit:
 
 
 def load_shards(
-    auto_class: Any, name_or_path: str, *, config: PreTrainedConfig, **options: Any
+    auto_class: Any,
+    name_or_path: str,
+    *,
+    config: PreTrainedConfig,
+    quantization: BitsAndBytesConfig | None = None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A deferred model of a stored one; every process must call it.
 
-    transformers reads this process's slices of the files, converted to the model's names.
+    transformers reads this process's slices of the files, converted to the model's names.  With
+    `quantization` they are put in place in 4 bits, each weight whole in every process for a moment.
 
     Returns:
         The model, and transformers' loading info.
+
+    Raises:
+        UserError: 8 bits are asked for, the files hold quantised weights, or a layer cannot be quantised.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"the files of {name_or_path} hold quantised weights, which cannot be read in parts; name the "
+            "model that they were made of, with load_in_4bit, or leave out fsdp and ZeRO-3",
+            code="quantised_and_sharded",
+        )
     planned = copy.deepcopy(config)
     text: Any = planned.get_text_config()
     text.base_model_fsdp_plan = text.base_model_fsdp_plan or {"layers.*": "free_full_weight"}
@@ -111,6 +129,8 @@ def load_shards(
         parameter.data = parameter.data.to(parameters[name].dtype)
     if getattr(read, "generation_config", None) is not None:
         model.generation_config = read.generation_config
+    if quantization is not None:
+        quantise_deferred(model, quantization, f"model {name_or_path}")
     model._weight_conversions = getattr(read, "_weight_conversions", None)
     model.name_or_path = model.config._name_or_path = name_or_path
     defer(model, Shards(parameters, dict(read.named_buffers())))
@@ -159,13 +179,14 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
     waiting = list(_waiting(model))
     for _, _, parameter, owner, name in waiting:
         value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        owner[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        owner._parameters[name] = made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))  # how it is quantised
     try:
         yield
     finally:
         for _, _, parameter, owner, name in waiting:
-            parameter.requires_grad_(owner[name].requires_grad)
-            owner[name] = parameter
+            parameter.requires_grad_(owner._parameters[name].requires_grad)
+            owner._parameters[name] = parameter
 
 
 class _Drawing(TorchDispatchMode):
@@ -189,7 +210,11 @@ def random_draws_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def fill_deferred(
-    root: nn.Module, device: torch.device, *, then: Callable[[nn.Parameter], None] | None = None
+    root: nn.Module,
+    device: torch.device,
+    *,
+    then: Callable[[nn.Parameter], None] | None = None,
+    storage: torch.dtype = torch.uint8,
 ) -> None:
     """Put values into the deferred parameters below `root`; every process must call it.
 
@@ -199,6 +224,7 @@ def fill_deferred(
         root: whatever holds the deferred models.
         device: where the values go.
         then: called with every parameter when it is in place.
+        storage: type of the parameters that 4-bit weights are packed into, if they are not sharded yet.
     """
     new: dict[int, nn.Parameter] = {}
     files = mapped_files()
@@ -206,14 +232,16 @@ def fill_deferred(
         rows = shards.parameters.pop(name)
         for parameter, owner, attribute in places:
             if id(parameter) in new:  # it is tied
-                owner[attribute] = new[id(parameter)]
+                owner._parameters[attribute] = new[id(parameter)]
                 continue
-            values = _values(parameter, rows, device)
-            new[id(parameter)] = owner[attribute] = nn.Parameter(
-                values, requires_grad=parameter.requires_grad
-            )
+            if attribute == "weight" and hasattr(owner, "pack"):
+                values = _packed(owner, rows, device, storage)
+            else:
+                values = _values(parameter, rows, device)
+            made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            new[id(parameter)] = owner._parameters[attribute] = made
             if then is not None:
-                then(owner[attribute])
+                then(made)
         forget_pages(_own(rows), files)
     for module in root.modules():
         if (found := getattr(module, _DEFERRED, None)) is not None:
@@ -224,18 +252,18 @@ def fill_deferred(
             delattr(module, _DEFERRED)
 
 
-def _waiting(root: nn.Module) -> Iterator[tuple[Shards, str, nn.Parameter, dict[str, Any], str]]:
-    """Deferred parameters: shards, name in them, parameter, and the dict and key it is kept under."""
+def _waiting(root: nn.Module) -> Iterator[tuple[Shards, str, nn.Parameter, Any, str]]:
+    """Deferred parameters: shards, name in them, parameter, its module, and the name it has there."""
     for module in root.modules():
         shards, prefix = getattr(module, _DEFERRED, (None, ""))
         for name, parameter in module._parameters.items():
             if shards is not None and parameter is not None:
-                yield shards, prefix + name, parameter, module._parameters, name
+                yield shards, prefix + name, parameter, module, name
 
 
-def _by_source(root: nn.Module) -> dict[tuple[Shards, str], list[tuple[nn.Parameter, dict[str, Any], str]]]:
-    """Deferred parameters by where their values are, with the dicts and keys that they are kept under."""
-    found: dict[tuple[Shards, str], list[tuple[nn.Parameter, dict[str, Any], str]]] = {}
+def _by_source(root: nn.Module) -> dict[tuple[Shards, str], list[tuple[nn.Parameter, Any, str]]]:
+    """Deferred parameters by where their values are, with their modules and the names they have there."""
+    found: dict[tuple[Shards, str], list[tuple[nn.Parameter, Any, str]]] = {}
     for shards, name, parameter, owner, attribute in _waiting(root):
         found.setdefault((shards, name), []).append((parameter, owner, attribute))
     return found
@@ -245,11 +273,27 @@ def _own(rows: Tensor) -> Tensor:
     return rows.to_local() if isinstance(rows, DTensor) else rows.detach()
 
 
+def _whole(rows: Tensor) -> Tensor:
+    return rows.full_tensor() if isinstance(rows, DTensor) else rows.detach()
+
+
+def _packed(layer: Any, rows: Tensor, device: torch.device, storage: torch.dtype) -> Tensor:
+    """The weight of a `ShardedLinear4bit`, packed, in memory of its own, sharded where it is."""
+    parameter = layer.weight
+    if not isinstance(parameter, DTensor):
+        return layer.pack(_whole(rows), device, storage)
+    packed = layer.pack(_whole(rows), device, parameter.dtype)
+    placed: Any = distribute_tensor(packed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    own = placed.to_local().clone()
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=packed.shape, stride=(1,)
+    )
+
+
 def _values(parameter: Any, rows: Tensor, device: torch.device) -> Tensor:
     """The values of a parameter in memory of its own, sharded where it is."""
     if not isinstance(parameter, DTensor):
-        whole = rows.full_tensor() if isinstance(rows, DTensor) else rows.detach()
-        return whole.to(device, parameter.dtype, copy=True)
+        return _whole(rows).to(device, parameter.dtype, copy=True)
     return DTensor.from_local(
         _own(rows).to(device, parameter.dtype, copy=True),
         parameter.device_mesh,
