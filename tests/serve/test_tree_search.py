@@ -14,6 +14,9 @@ from click.testing import CliRunner
 from files import read_lines
 from proofs import by_default
 from rlhf_serve.cli.main import main
+from rlhf_serve.errors import APIError
+from rlhf_serve.openai.schema import Generation
+from rlhf_serve.openai.search import search_of
 
 PROMPTS = ["where is mary ?", "so"]
 BODY: dict[str, Any] = {"model": "policy", "max_tokens": 8, "seed": 5}
@@ -75,6 +78,26 @@ def test_a_chat_and_a_stream_get_the_winner(server: Any) -> None:
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
     assert status == 200 and said == whole["choices"][0]["message"]["content"]
+
+
+def test_a_default_budget_above_the_bound_is_lowered_and_said(server: Any) -> None:
+    # Two tokens of 64 candidates; the default is 2048. A budget that is named has its own test below.
+    status, answer = ask(server, "best-of-n", PROMPTS, max_tokens=2)
+    assert status == 200, answer
+    assert answer["usage"]["search_budget_tokens"] == answer["usage"]["completion_tokens"] == 2 * 128
+    chat = BODY | {"messages": [{"role": "user", "content": "hi"}], "search": SEARCH, "stream": True}
+    _, text, _ = server.fetch("/v1/chat/completions", chat | {"stream_options": {"include_usage": True}})
+    assert '"search_budget_tokens": 24' in text
+    _, plain, _ = server.fetch("/v1/completions", BODY | {"prompt": "so", "n": 1})
+    assert "search_budget_tokens" not in plain["usage"]
+
+
+def test_defaults_fit_any_bound() -> None:
+    found = search_of(Generation(model="policy", search="mcts"), True, 4)
+    assert found is not None and (found.budget_tokens, found.width) == (4, 8)
+    for named in ({"budget_tokens": 5}, {"width": 8}):
+        with pytest.raises(APIError):
+            search_of(Generation(model="policy", search=named), True, 4)
 
 
 @pytest.mark.parametrize(

@@ -248,15 +248,22 @@ def event(body: dict[str, Any]) -> str:
 
 
 def usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    """Tokens of prompts, once for each round of drawing, and of all candidates, also of those that lost."""
+    """Tokens of prompts, once for each round of drawing, and of all candidates, also of those that lost.
+
+    Of searches also the tokens that they might draw, of all prompts.
+    """
     prompt = sum(result.selected.cost.prompt_tokens for result in results)
     completion = sum(result.selected.cost.completion_tokens for result in results)
-    return {
+    found = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "candidates": sum(len(result.selected.candidates) for result in results),
     }
+    searches = [each.request.search for each in results if each.request.search is not None]
+    if searches:
+        found["search_budget_tokens"] = sum(search.budget_tokens for search in searches)
+    return found
 
 
 def listed(results: Sequence[GenerationResult]) -> list[dict[str, Any]]:

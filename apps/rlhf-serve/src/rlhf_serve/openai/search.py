@@ -20,7 +20,8 @@ _UNSEEN = ("logprobs", "top_logprobs")
 def search_of(body: Generation, scored: bool, limit: int) -> SearchSettings | None:
     """How the trees of a request are searched; None to draw whole candidates.
 
-    `limit`: tokens that best-of-N of a prompt may take here.
+    `limit`: tokens that best-of-N of a prompt may take here. A default above it is lowered to it, which the
+    answer's usage shows; what a request names is refused.
 
     Raises:
         APIError: 400; the field is named.
@@ -36,7 +37,7 @@ def search_of(body: Generation, scored: bool, limit: int) -> SearchSettings | No
     if "budget_tokens" not in settings.model_fields_set:
         settings = settings.model_copy(update={"budget_tokens": min(settings.budget_tokens, limit)})
     for name in ("budget_tokens", "width"):
-        if (value := getattr(settings, name)) > limit:
+        if name in settings.model_fields_set and (value := getattr(settings, name)) > limit:
             raise invalid_request(
                 f"search.{name} is {value}; for this prompt the server allows up to {limit}", "search"
             )
