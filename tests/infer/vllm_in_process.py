@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_infer import SamplingParams, TransformersEngine
+from rlhf_infer import SamplingParams, SearchSettings, SearchTree, TransformersEngine, TreeSearch
 from rlhf_infer.vllm.engine import VLLMEngine
 from rlhf_infer.vllm.settings import VLLMSettings
 from rlhf_infer.vllm.weight_export import write_weight_folder
+from rlhf_models import ProcessRewardModel
 from rlhf_models.adapters.lora import LoraSettings, apply_lora
 from rlhf_models.language_model.logps import token_logps
 from rlhf_models.loading.tiny import build_tiny_llama, train_byte_tokenizer
@@ -183,6 +184,50 @@ def sampling(engine: VLLMEngine, model: Any, tokenizer: Any) -> dict[str, Any]:
     return facts
 
 
+def trees(
+    engine: Any, scorer: Any, params: SamplingParams, *, resume: Any = (), **settings: Any
+) -> list[SearchTree]:
+    """The trees of a search by steps of at most four tokens."""
+    search = SearchSettings(width=4, max_step_tokens=4, separator="\n").model_copy(update=settings)
+    prompts = ["where is mary ?", "so", "gossip says"]
+    found = TreeSearch(engine, scorer, engine.tokenizer, search, params).run(prompts, resume=resume)
+    return [each.tree for each in found]
+
+
+def alike(found: list[SearchTree], expected: list[SearchTree]) -> tuple[bool, float]:
+    """Whether trees have the same steps and visits, and then the largest difference of their scores."""
+    ours, theirs = ([node for tree in each for node in tree.nodes] for each in (found, expected))
+    steps = [
+        [(n.parent, n.token_ids, n.terminal, n.visits, n.draws) for n in each] for each in (ours, theirs)
+    ]
+    if steps[0] != steps[1]:
+        return False, 0.0
+    return True, max(abs((a.score or 0) - (b.score or 0)) for a, b in zip(ours, theirs, strict=True))
+
+
+def searching(engine: VLLMEngine, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Facts about tree search, where there is one token to draw against our own engine."""
+    ours = TransformersEngine(model, tokenizer)
+    scorer = ProcessRewardModel.from_backbone(copy.deepcopy(model), tokenizer).eval()
+    greedy, sure = SamplingParams(20, 0.0), SamplingParams(20, 1.0, 3, top_k=1)
+    facts: dict[str, Any] = {"alike": {}}
+    one = {"strategy": "beam", "width": 1, "rounds": 1}
+    facts["alike"]["greedy"] = alike(trees(engine, scorer, greedy, **one), trees(ours, scorer, greedy, **one))
+    for strategy in ("mcts", "beam", "dvts", "best-first", "best-of-n"):
+        own = {"strategy": strategy, "budget_tokens": 90}
+        found = alike(trees(engine, scorer, sure, **own), trees(ours, scorer, sure, **own))
+        facts["alike"][strategy] = found
+    drawn = SamplingParams(20, 1.0, 3)
+    whole = trees(engine, scorer, drawn, budget_tokens=90)
+    facts["spent"], facts["steps"] = [tree.spent for tree in whole], [len(tree.nodes) for tree in whole]
+    part = trees(engine, scorer, drawn, budget_tokens=40)
+    facts["resumed"] = alike(trees(engine, scorer, drawn, budget_tokens=90, resume=part), whole)
+    other = trees(engine, scorer, SamplingParams(20, 1.0, 4), budget_tokens=90)
+    facts["other seed"] = alike(other, whole)[0]
+    facts["refused"] = refusal(lambda: trees(engine, scorer, SamplingParams(126, 1.0)))
+    return facts
+
+
 def interruption(engine: VLLMEngine, prompts: list[list[int]]) -> bool:
     """Whether calls after some that were broken off, at whatever moment, are undisturbed by it."""
 
@@ -211,6 +256,7 @@ def full_weights(folder: Path) -> dict[str, Any]:
     engine.generate(prompts, 3, TRUNCATED)
     facts["random states kept"] = states == random_states()
     facts["sampling"] = sampling(engine, model, tokenizer)
+    facts["searching"] = searching(engine, model, tokenizer)
 
     nudge(model, 5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

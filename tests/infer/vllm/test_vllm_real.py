@@ -88,6 +88,15 @@ def test_in_process_samples_as_transformers_does(facts: dict[str, Any]) -> None:
     assert "takes no logits processors" in found["refused"][1]
 
 
+def test_a_search_draws_its_steps_with_vllm(facts: dict[str, Any]) -> None:
+    found = facts["full"]["searching"]
+    assert len(found["alike"]) == 6 and all(same for same, _ in found["alike"].values())
+    assert max(difference for _, difference in found["alike"].values()) < TOLERANCE
+    assert found["spent"] == [90] * 3 and min(found["steps"]) > 10
+    assert found["resumed"][0] and not found["other seed"]
+    assert "together more than vLLM's max_model_len of 128" in found["refused"]
+
+
 def test_in_process_follows_the_weights_of_the_trainer(facts: dict[str, Any]) -> None:
     full = facts["full"]
     for name in ("updated", "copied", "merged"):

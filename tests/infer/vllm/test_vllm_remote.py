@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from raises import raises_error
-from rlhf_infer import SamplingParams
+from rlhf_infer import MCTSGenerator, SamplingParams, SearchSettings
 from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings, sample_seed
@@ -77,6 +77,10 @@ def engine(place: Place, byte_tokenizer: Any) -> Iterator[VLLMServerEngine]:
 
 def ids(rollouts: Any) -> list[list[list[int]]]:
     return [[rollout.completion_ids for rollout in group] for group in rollouts]
+
+
+def lengths(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
 
 
 def nudge(model: Any) -> None:
@@ -191,6 +195,24 @@ def test_a_server_that_ends_each_time_is_given_up_with_its_log(engine: VLLMServe
     with raises_error("server_lost"):
         engine.generate([[5, ENDS]], 1, PARAMS)
     assert engine.restarts == 3
+
+
+def test_a_search_draws_its_steps_from_a_server(engine: VLLMServerEngine, place: Place) -> None:
+    settings = SearchSettings(width=4, budget_tokens=24, max_step_tokens=4, widen=False)
+
+    def generator(max_new_tokens: int) -> MCTSGenerator:
+        params = SamplingParams(max_new_tokens, 1.0, 3)
+        return MCTSGenerator(engine, lengths, engine.tokenizer, params=params, settings=settings)
+
+    with raises_error("context_too_short"):  # before anything is drawn, though every step would fit
+        generator(64).generate(["so"])
+    assert not place.calls("/v1/completions")
+    [found], [again] = generator(12).generate(["so"]), generator(12).generate(["so"])
+    assert found.tree.spent == 24 and list(found.tree.lines()) == list(again.tree.lines())
+    asked = {tuple(body["prompt"]) for body in place.calls("/v1/completions")}
+    extended = [node.id for node in found.tree.nodes if node.draws]
+    assert asked == {(*found.tree.prompt_ids, *found.tree.completion_ids(node)) for node in extended}
+    assert len(extended) > 1
 
 
 @pytest.mark.slow

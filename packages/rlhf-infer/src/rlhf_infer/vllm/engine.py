@@ -19,6 +19,7 @@ from rlhf_data import UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.vllm.settings import (
     VLLMSettings,
+    check_lengths,
     check_requests,
     end_token_ids,
     engine_request,
@@ -67,6 +68,7 @@ class VLLMEngine:
                 "vLLM in process works in one training process, this is one of "
                 f"{torch.distributed.get_world_size()}; use vLLM's server mode"
             )
+        self.tokenizer = tokenizer
         self.settings = settings or VLLMSettings()
         self.eos_token_ids = end_token_ids(str(model_folder), tokenizer)
         self.timeout_s = timeout_s
@@ -116,6 +118,14 @@ class VLLMEngine:
             for i, prompt in enumerate(distinct)
         }
         return [(drawn[tuple(prompt)] * (n // each)) for prompt in prompts]
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Refuse prompts that are empty, or do not fit `max_model_len` with a completion.
+
+        Raises:
+            UserError: a prompt is one of these.
+        """
+        check_lengths(prompts, max_new_tokens, self.max_model_len)
 
     def update_weights(self, model: Any) -> None:
         """Take up the weights of the model being trained, which stays as it is.

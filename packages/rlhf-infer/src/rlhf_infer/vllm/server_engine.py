@@ -19,6 +19,7 @@ from rlhf_infer.vllm.client import ServerLost, ServerRefused, VLLMClient
 from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.settings import (
     LORA_RANKS,
+    check_lengths,
     check_requests,
     end_token_ids,
     request_fields,
@@ -77,7 +78,7 @@ class VLLMServerEngine:
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self._api_key = api_key
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_rank = LORA_RANKS[-1] if lora else None
         if self._server is not None:
             self._max_rank = self._server.settings.max_lora_rank
@@ -137,6 +138,14 @@ class VLLMServerEngine:
         found = [rollout for rollout in drawn if rollout is not None]
         groups = {prompt: found[i * each : (i + 1) * each] * (n // each) for i, prompt in enumerate(distinct)}
         return [groups[tuple(prompt)] for prompt in prompts]
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Refuse prompts that are empty, or do not fit `max_model_len` with a completion.
+
+        Raises:
+            UserError: a prompt is one of these.
+        """
+        check_lengths(prompts, max_new_tokens, self.max_model_len)
 
     def update_weights(self, model: Any) -> None:
         """Hand over the weights of the model being trained; see `VLLMEngine.update_weights`.
@@ -216,9 +225,9 @@ class VLLMServerEngine:
         self._base_name: str = base["id"]
         self.max_model_len: int = base["max_model_len"]
         try:
-            self.eos_token_ids = end_token_ids(base["root"], self._tokenizer)
+            self.eos_token_ids = end_token_ids(base["root"], self.tokenizer)
         except OSError:  # a folder of the server's machine
-            self.eos_token_ids = end_token_ids(None, self._tokenizer)
+            self.eos_token_ids = end_token_ids(None, self.tokenizer)
         self._modes, self._exact, self._on_cpu = _MODES, self._server is not None, False
         if self._server is None:
             with contextlib.suppress(ServerRefused):  # not in development mode

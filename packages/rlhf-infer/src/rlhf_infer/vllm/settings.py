@@ -132,12 +132,17 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
             code="invalid_value",
             key="temperature",
         )
+    check_lengths(prompts, params.max_new_tokens, limit)
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int) -> None:
+    """Refuse prompts that are empty, or longer than `limit` tokens with a completion."""
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
-        if len(prompt) + params.max_new_tokens > limit:
+        if len(prompt) + max_new_tokens > limit:
             raise UserError(
-                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, "
+                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, "
                 f"together more than vLLM's max_model_len of {limit}; "
                 "shorten the prompt or lower max_new_tokens",
                 code="context_too_short",
