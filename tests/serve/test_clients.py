@@ -225,7 +225,13 @@ def test_penalties_biases_and_ends(client: Any) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == ""
     for fields in ({"logit_bias": {"x": 1}}, {"logit_bias": {"999999": 1}}, {"presence_penalty": 3}):
         assert refused(create, **TEXT, **fields)["param"].startswith(next(iter(fields)))
-    assert refused(create, **TEXT, extra_body={"stop_token_ids": [10**9]})["param"] == "stop_token_ids"
+    unknown: list[dict[str, Any]] = [{"logit_bias": {"999999": 1}}, {"prompt": [10**9]}]
+    for fields in (*unknown, {"extra_body": {"stop_token_ids": [10**9]}}):
+        error = refused(create, **TEXT | fields)
+        assert (error["code"], error["param"]) == (
+            "unknown_token",
+            next(iter(fields.get("extra_body", fields))),
+        )
 
 
 def test_echo_and_log_probs_of_the_prompt(client: Any) -> None:

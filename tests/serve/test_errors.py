@@ -56,6 +56,7 @@ def build_app() -> FastAPI:
         raise {
             "full": errors.queue_full(2.2),
             "user": UserError("the text is too long; send less"),
+            "coded": UserError("no such token", code="unknown_token"),
             "teapot": HTTPException(418, "short and stout", headers={"X-Pot": "tea"}),
             "bug": ValueError("secret insides"),
         }[kind]
@@ -179,6 +180,8 @@ def test_what_a_route_raises_becomes_the_answer() -> None:
     response = ask("GET", "/refused?kind=user")
     assert response.status_code == 400
     assert error_of(response)["message"] == "the text is too long; send less"
+    assert error_of(response)["code"] is None
+    assert error_of(ask("GET", "/refused?kind=coded"))["code"] == "unknown_token"
     response = ask("GET", "/refused?kind=teapot")
     assert (response.status_code, response.headers["x-pot"]) == (418, "tea")
     assert error_of(response)["message"] == "short and stout"

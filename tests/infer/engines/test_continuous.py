@@ -254,6 +254,10 @@ def test_one_request_that_fails_fails_alone(lively_model: Any) -> None:
     for token in (10**6, -1):
         with raises_error("unknown_token"):
             batcher.submit([5, token], 1, SamplingParams(3))
+    biased = SamplingParams(3, logit_bias=((engine.vocab_size, 5.0),))
+    for draw in (batcher.submit, lambda prompt, n, params: engine.generate([prompt], n, params)):
+        with raises_error("unknown_token"):
+            draw([5], 1, biased)
 
     def fail(_: Any, given: tuple[torch.Tensor, ...]) -> None:
         if 33 in given[0]:

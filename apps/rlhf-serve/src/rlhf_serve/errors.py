@@ -10,6 +10,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from rlhf_data import UserError
+
 SHOWN = 60
 """Characters of a refused value that a message shows."""
 
@@ -56,6 +58,16 @@ class APIError(HTTPException):
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """400: the request is wrong and would be wrong again."""
     return APIError(400, message, "invalid_request_error", param=param, code=code)
+
+
+def refused(error: UserError, param: str | None = None) -> APIError:
+    """400 for a mistake that a library found, with its code unless that is the general one."""
+    return invalid_request(str(error), param, None if error.code == UserError.code else error.code)
+
+
+def unknown_token(message: str, param: str) -> APIError:
+    """400: a field has a token that the model does not have."""
+    return invalid_request(message, param, "unknown_token")
 
 
 def unauthorized(message: str = "no valid API key: send the header `Authorization: Bearer KEY`") -> APIError:

@@ -45,6 +45,8 @@ class Backend(Protocol):
     """Longest prompt and completion in tokens."""
     max_batch_tokens: int
     """The same, as far as memory allows."""
+    vocab_size: int
+    """Tokens that the model has, which may be fewer than the tokenizer's."""
     eos_token_ids: list[int]
     """What ends a completion."""
 

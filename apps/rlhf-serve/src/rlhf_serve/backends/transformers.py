@@ -56,6 +56,7 @@ class TransformersBackend:
         limit = generation_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
         self.max_batch_tokens = engine.max_batch_tokens
+        self.vocab_size = engine.vocab_size
         self.eos_token_ids: list[int] = engine.eos_token_ids
         self._engine = engine
         self._handover = _Handover()

@@ -48,6 +48,7 @@ class VLLMBackend:
         self.tokenizer = tokenizer
         self.max_model_len: int = engine.model_config.max_model_len
         self.max_batch_tokens = self.max_model_len
+        self.vocab_size: int = engine.model_config.get_vocab_size()
         self.eos_token_ids = list(eos_token_ids)
         self._engine, self._folder = engine, folder
         self._grammars: Grammars | None = None

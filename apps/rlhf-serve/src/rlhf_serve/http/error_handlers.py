@@ -16,7 +16,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_data import UserError
-from rlhf_serve.errors import SHOWN, APIError, internal_error, invalid_request, shown, shutting_down
+from rlhf_serve.errors import (
+    SHOWN,
+    APIError,
+    internal_error,
+    invalid_request,
+    refused,
+    shown,
+    shutting_down,
+)
 from rlhf_serve.http.telemetry import record_of
 
 logger = logging.getLogger("rlhf_serve")
@@ -97,7 +105,7 @@ def as_api_error(error: Exception, method: str, path: str) -> APIError:
     if isinstance(error, RequestValidationError):
         return from_validation(error)
     if isinstance(error, UserError):
-        return invalid_request(str(error))
+        return refused(error)
     if not isinstance(error, HTTPException):
         raise TypeError(f"{error!r} has no error handler") from error
     status, message = error.status_code, str(error.detail)

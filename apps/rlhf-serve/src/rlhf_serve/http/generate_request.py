@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import TopLogps
-from rlhf_serve.errors import APIError, internal_error, invalid_request
+from rlhf_serve.errors import APIError, internal_error, refused
 from rlhf_serve.http.error_handlers import log_cause
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import with_pauses, within
@@ -75,7 +75,7 @@ class Generating:
                     self.record.prompt = texts.decode(self.requests[0].prompt_ids)
                 yield
             except UserError as error:
-                raise invalid_request(str(error)) from error
+                raise refused(error) from error
 
     async def whole(self, admission: Admission) -> dict[str, Any]:
         """The response at once.

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_serve.errors import invalid_request
+from rlhf_serve.errors import unknown_token
 from rlhf_serve.http.streaming import attended, within
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.other_schemas import DetokenizeRequest, TokenizeRequest
@@ -52,6 +52,6 @@ def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
             served.check_model(body.model)
         vocabulary = len(texts.tokenizer)
         if any(token >= vocabulary for token in body.tokens):
-            raise invalid_request(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")
+            raise unknown_token(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")
         text = await in_thread(request, partial(texts.decode, body.tokens, special=True))
         return JSONResponse({"prompt": text})

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_data import Message, Text, UserError
 from rlhf_infer import ConfidenceBasedStopping, Constraint
 from rlhf_serve.backends.protocol import Backend
-from rlhf_serve.errors import invalid_request
+from rlhf_serve.errors import invalid_request, unknown_token
 from rlhf_serve.openai.forms import form_of
 from rlhf_serve.openai.other_schemas import TokenizeRequest
 from rlhf_serve.openai.sampling import sampling_params
@@ -138,18 +138,21 @@ def completion_requests(
         raise invalid_request("an echo is not streamed; leave echo or stream out", "echo")
     requests = []
     asked = _Asked(body.max_tokens, body.logprobs, form_of(body))
-    vocabulary = len(service.texts.tokenizer)
+    vocabulary = _vocabulary(service)
     for prompt, columns in zip(prompts, _rows(body, len(prompts)), strict=True):
         if isinstance(prompt, str):
             text, ids = prompt, service.texts.prompt_ids(prompt)
         else:
             if any(token >= vocabulary for token in prompt):
-                raise invalid_request(
-                    f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt"
-                )
+                raise unknown_token(f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt")
             text, ids = service.texts.decode(prompt), prompt
         requests.append(_request(body, _Prompt(text, ids, columns), asked, settings, service))
     return requests
+
+
+def _vocabulary(service: BestOfNService) -> int:
+    """From this id on there are no tokens, of the tokenizer or with a logit of the model."""
+    return min(len(service.texts.tokenizer), service.backend.vocab_size)
 
 
 def _rows(body: CompletionRequest, count: int) -> list[dict[str, Any]]:
@@ -192,9 +195,7 @@ def _request(
     text = prompt.text
     if len(ids) < len(prompt.ids) and isinstance(text, str):
         text = service.texts.decode(ids)
-    params = sampling_params(
-        body, max(max_new_tokens, 1), asked.logprobs, asked.form, len(service.texts.tokenizer)
-    )
+    params = sampling_params(body, max(max_new_tokens, 1), asked.logprobs, asked.form, _vocabulary(service))
     search = search_of(body, service.scoring is not None, max_new_tokens * settings.max_n)
     if search is not None:
         check_drawn_by_steps(search, params)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import Constraint, SamplingParams
-from rlhf_serve.errors import invalid_request, shown
+from rlhf_serve.errors import invalid_request, refused, shown, unknown_token
 from rlhf_serve.openai.schema import Generation
 
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
@@ -64,7 +64,7 @@ def sampling_params(
     try:
         return dataclasses.replace(params, **{k: v for k, v in given.items() if v is not None})
     except UserError as error:
-        raise invalid_request(str(error)) from error
+        raise refused(error) from error
 
 
 def _stops(body: Generation) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def _stops(body: Generation) -> tuple[str, ...]:
 def _ends(body: Generation, vocabulary: int) -> tuple[int, ...]:
     ends = tuple(dict.fromkeys(body.stop_token_ids or ()))
     if any(token >= vocabulary for token in ends):
-        raise invalid_request(
+        raise unknown_token(
             f"stop_token_ids has a token outside the vocabulary of {vocabulary}", "stop_token_ids"
         )
     return ends
@@ -89,7 +89,7 @@ def _bias(body: Generation, vocabulary: int) -> tuple[tuple[int, float], ...]:
     found = {}
     for token, bias in (body.logit_bias or {}).items():
         if not (token.isascii() and token.isdecimal()) or len(token) > 9 or int(token) >= vocabulary:
-            raise invalid_request(
+            raise unknown_token(
                 f"logit_bias has the key {shown(token)}; expected a token's id, less than {vocabulary}",
                 "logit_bias",
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import SamplingParams, SearchSettings, check_search_settings
-from rlhf_serve.errors import invalid_request
+from rlhf_serve.errors import invalid_request, refused
 from rlhf_serve.openai.schema import Generation
 
 _NOT_FOR_REQUESTS = {
@@ -72,7 +72,7 @@ def _settings(body: Generation) -> SearchSettings:
     try:
         return SearchSettings.from_dict(given | {"selection": body.selection or "best"}, "search")
     except UserError as error:
-        raise invalid_request(str(error), "search") from error
+        raise refused(error, "search") from error
 
 
 def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> None:
@@ -87,4 +87,4 @@ def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> No
         own = str(error.fields.get("key", "search"))
         name = {"constraint": "response_format", "min_new_tokens": "min_tokens"}.get(own, own)
         shown = "response_format or guided_..." if own == "constraint" else name
-        raise invalid_request(str(error).replace(own, shown), name) from error
+        raise invalid_request(str(error).replace(own, shown), name, error.code) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_data import Encoder, Text, UserError
 from rlhf_infer import until_stop
-from rlhf_serve.errors import invalid_request
+from rlhf_serve.errors import invalid_request, refused
 from rlhf_serve.service.chat_templates import check_switches, switches_of
 from rlhf_serve.service.token_bytes import TokenBytes
 from rlhf_serve.service.worker_threads import Workers
@@ -61,7 +61,7 @@ class Texts:
         try:
             return self._chats.prompt(prompt, template)
         except UserError as error:
-            raise invalid_request(str(error), "messages") from error
+            raise refused(error, "messages") from error
 
     def rendered(self, prompt: Text, template: Mapping[str, Any] | None = None) -> str:
         """The text that a model reads for a prompt.

@@ -21,7 +21,7 @@ from rlhf_infer.engines.batched_requests import (
     size_of,
 )
 from rlhf_infer.engines.prefill import within_window
-from rlhf_infer.engines.protocol import Rollout, SamplingParams
+from rlhf_infer.engines.protocol import Rollout, SamplingParams, check_bias
 from rlhf_infer.engines.speculative_batch import JoinedCohort, joinable
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.kv.decode_attention import BLOCK
@@ -116,6 +116,7 @@ class ContinuousBatcher:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         self.engine.check_lengths([prompt], params.max_new_tokens)
+        check_bias(params, self.engine.vocab_size)
         ids, order = tuple(map(int, prompt)), Order(range(first, first + n))
         pieces = [
             Piece(ids, samples, params, on_token, order)

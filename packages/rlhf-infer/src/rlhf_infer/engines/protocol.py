@@ -130,6 +130,16 @@ class Rollout:
     raw_logps: list[float] | None = None
 
 
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse a `logit_bias` of a token that the model gives no logit, where it would have no effect."""
+    for token, _ in params.logit_bias:
+        if token >= vocab_size:
+            raise UserError(
+                f"logit_bias has the token {token}, and the model's tokens are 0 to {vocab_size - 1}",
+                code="unknown_token",
+            )
+
+
 def ends_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
     """The tokens that end a completion."""
     return sorted({*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids})

@@ -19,7 +19,7 @@ from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
-from rlhf_infer.engines.protocol import ends_of
+from rlhf_infer.engines.protocol import check_bias, ends_of
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
 from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention
@@ -128,6 +128,7 @@ class TransformersEngine:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         self.check_lengths(prompts, params.max_new_tokens)
+        check_bias(params, self.vocab_size)
         samples = range(first, first + n)
         keys = [tuple(map(int, prompt)) for prompt in prompts]
         drawn: dict[tuple[int, ...], list[Rollout]] = {}
