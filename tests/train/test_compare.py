@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from rlhf_data import UserError
+from rlhf_algos import METHODS
+from rlhf_data import UserError, apply_overrides
+from rlhf_train.commands import compare
 from rlhf_train.comparison.budget import measured_steps, spent_per_step, steps_of
 from rlhf_train.comparison.plan import ComparisonPlan, parse_budget, parse_seeds
+from rlhf_train.display.console import make_console
 
 PAIRS = [
     {"prompt": f"Where is the {animal}?", "chosen": f" In the {place}.", "rejected": " I do not know."}
@@ -104,6 +108,51 @@ def test_offline_methods_can_have_rows_of_their_own(
     own = str(rows_file(PAIRS, "pairs.jsonl"))
     plan = ComparisonPlan.of_options(given | {"preference_data": own})
     assert [own in plan.arguments(arm) for arm in plan.arms] == [True, False]
+
+
+def test_a_file_of_distributed_is_for_every_method_as_far_as_it_goes(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """DPO samples nothing, so workers that sample are GRPO's alone; `--set` changes what the file says."""
+    file = tmp_path / "distributed.json"
+    more = {"distributed": str(file), "overrides": ("distributed.address=local",)}
+
+    def found(**section: int) -> list[Any]:
+        file.write_text(json.dumps(section))
+        plan = ComparisonPlan.of_options(given | more)
+        values = [apply_overrides({}, arm.overrides) for arm in plan.arms]
+        return [METHODS[arm.method].resolve(each) for arm, each in zip(plan.arms, values, strict=True)]
+
+    dpo, grpo = (config.distributed for config in found(trainer_workers=2, rollout_workers=3))
+    assert (dpo.trainer_workers, dpo.address) == (grpo.trainer_workers, grpo.address) == (2, "local")
+    assert grpo.rollout_workers == 3
+    more["overrides"] = ()
+    dpo, grpo = (config.distributed for config in found(rollout_workers=3))
+    assert dpo is None and grpo.rollout_workers == 3
+
+
+def test_torchrun_is_refused(
+    given: dict[str, Any], train_refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "distributed.trainer_workers=2" in train_refused("compare", *arguments(given))
+
+
+def test_a_dry_run_needs_no_cluster(given: dict[str, Any], train: Callable[..., Result]) -> None:
+    away = "distributed={trainer_workers: 2, address: '127.0.0.1:9'}"
+    assert train("compare", *arguments(given, "--dry-run", "--set", away)).exit_code == 0
+
+
+def test_a_run_that_was_killed_before_it_began_is_started_again(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training processes come up for a while, and what they leave would be refused as a folder in use."""
+    plan, folder = ComparisonPlan.of_options(given), tmp_path / "run"
+    (folder / ".trainers" / "state").mkdir(parents=True)
+    started = []
+    monkeypatch.setattr(compare, "_train", started.append)
+    compare._run_arm(plan, plan.arms[0], 0, folder, 4, make_console())
+    assert not folder.exists() and "--resume" not in started[0]
 
 
 @pytest.mark.parametrize(
@@ -224,3 +273,38 @@ def test_a_comparison_goes_on_where_it_was_stopped(given: dict[str, Any], tmp_pa
         assert {each.name for each in folder.glob("checkpoint-*")} == {f"checkpoint-{last}"}
     again = subprocess.run([*command, "--resume", str(out)], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0 and "step 1/" not in again.stdout  # nothing is trained twice
+
+
+@pytest.mark.usefixtures("ray_installed")
+@pytest.mark.slow
+@pytest.mark.proof
+def test_every_run_is_trained_by_processes_on_a_cluster(given: dict[str, Any], tmp_path: Path) -> None:
+    """Its bytes are those of one process, of as many rows a step, but for the last bits."""
+    file = tmp_path / "distributed.json"
+    file.write_text(json.dumps({"trainer_workers": 2, "address": "local", "object_store_gb": 0.2}))
+    given = given | {"budget": "steps=2"}
+    more = ["--seeds", "3", "--evaluations", "1", "--max-new-tokens", "8", "--set", "learning_rate=1e-3"]
+    more += ["--set", "grpo.max_completion_length=8", "--set", "grpo.num_generations=4"]
+    found: dict[str, Any] = {}
+    for name, rows, where in (("ray", 4, ["--distributed", str(file)]), ("one", 8, [])):
+        out = tmp_path / name
+        words = arguments(given, *more, "--set", f"per_device_train_batch_size={rows}", *where)
+        command = [sys.executable, "-m", "rlhf_train", "compare", *words, "--output-dir", str(out)]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.stdout.count("starting 2 training processes on Ray") == (2 if where else 0)
+        found[name] = {
+            arm: [
+                json.loads(line) for line in (out / arm / "seed-3" / "policy.jsonl").read_text().splitlines()
+            ]
+            for arm in given["methods"]
+        }
+        assert {
+            group["name"]
+            for group in json.loads((out / "comparison" / "comparison.json").read_text())["groups"]
+        } == {*given["methods"]}
+    for arm, rows in found["ray"].items():
+        for row, other in zip(rows, found["one"][arm], strict=True):
+            assert row == pytest.approx(other, abs=1e-4)

@@ -143,15 +143,14 @@ def reward_option() -> Decorator:
     )
 
 
-def distributed_option() -> Decorator:
-    """`--distributed`."""
-    return click.option(
-        "--distributed",
-        type=click.Path(),
-        metavar="FILE",
-        help="YAML or JSON file of the settings of `distributed`: train in processes on a Ray cluster, or "
-        "sample there; with --resume, with others than before.",
-    )
+_DISTRIBUTED = (
+    "YAML or JSON file of the settings of `distributed`: train in processes on a Ray cluster, or sample there"
+)
+
+
+def distributed_option(more: str = "; with --resume, with others than before.") -> Decorator:
+    """`--distributed`; `more` is the end of its help."""
+    return click.option("--distributed", type=click.Path(), metavar="FILE", help=_DISTRIBUTED + more)
 
 
 def compare_options() -> list[Decorator]:
@@ -194,6 +193,7 @@ def compare_options() -> list[Decorator]:
             metavar="METHOD.KEY=A,B",
             help="Compare values of one setting of a method, such as its KL coefficient; repeatable.",
         ),
+        distributed_option(" (online methods)."),
         *_measurement_options(),
         click.option(
             "--output-dir", metavar="DIR", help="Folder for all runs.  [default: outputs/compare-<time>]"

@@ -15,7 +15,16 @@ from rich import box
 from rich.table import Table
 
 from rlhf_algos import METHODS
-from rlhf_data import PromptRecord, RunFolder, UserError, apply_overrides, atomic_write_json, remove_folder
+from rlhf_algos.process_group import world_size
+from rlhf_data import (
+    PromptRecord,
+    RunFolder,
+    UserError,
+    alone_in,
+    apply_overrides,
+    atomic_write_json,
+    remove_folder,
+)
 from rlhf_train.comparison.budget import PILOT_STEPS, measured_steps, spent_per_step, steps_of
 from rlhf_train.comparison.plan import Arm, ComparisonPlan
 from rlhf_train.display.console import make_console, progress, warning_line
@@ -33,6 +42,12 @@ _NO_PLAN = ("resume", "output_dir")
 def run_compare(options: dict[str, Any]) -> None:
     """Plan, train and measure every run that is not finished, and write the report."""
     console = make_console()
+    if world_size() > 1:  # each would make a comparison of its own
+        raise UserError(
+            f"torchrun has started {world_size()} processes, and a comparison starts those of its runs "
+            f"itself; leave torchrun out, and give --set distributed.trainer_workers={world_size()}",
+            code="conflicting_options",
+        )
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, [name for name in options if name not in _NO_PLAN])
         values = run.read_config()
@@ -52,7 +67,7 @@ def run_compare(options: dict[str, Any]) -> None:
                 shown = "METHOD METHOD ..." if name == "methods" else "--" + name.replace("_", "-")
                 raise UserError(f"{shown} is missing; every method starts from one model and gets one budget")
         plan, context = ComparisonPlan.of_options(options), new_run(options, _JOB)
-    prompts, shared = _checked(plan)
+    prompts, shared = _checked(plan, dry_run=options["dry_run"])
     with context as run:
         _show_plan(plan, len(prompts), shared, console)
         if options["dry_run"]:
@@ -68,7 +83,7 @@ def run_compare(options: dict[str, Any]) -> None:
     _report(run, console)
 
 
-def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
+def _checked(plan: ComparisonPlan, *, dry_run: bool) -> tuple[list[PromptRecord], int]:
     """The held-out prompts, and how many of them are trained on."""
     from rlhf_algos.jobs.data import load_rows
     from rlhf_algos.jobs.online import check_parts
@@ -83,7 +98,7 @@ def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
         if method.online:
             values["reward"] = plan.reward
         config = method.resolve(values, where=arm.name)
-        check_inputs(config)
+        check_inputs(config, dry_run=dry_run)
         check_parts(config)
         trained.update(map(_prompt_of, load_rows(method, config).train))
     # Refused is what an online method would refuse that trained on these prompts.
@@ -173,6 +188,9 @@ def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int
     if (folder / "config.json").exists():
         _train([arm.method, "--resume", str(folder)])
         return
+    if folder.exists():  # killed before it began, perhaps while training processes came up
+        with alone_in(folder):
+            remove_folder(folder)
     saved = [
         "--set",
         f"save_steps={measured_steps(steps, plan.evaluations)[0]}",

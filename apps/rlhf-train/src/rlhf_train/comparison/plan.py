@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
-from rlhf_algos import METHODS
-from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides
+from rlhf_algos import METHODS, ClusterConfig, DistributedConfig
+from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides, load_config_file
 
 Unit = Literal["steps", "samples", "tokens", "seconds"]
 _UNITS: tuple[Unit, ...] = ("steps", "samples", "tokens", "seconds")
@@ -29,6 +30,8 @@ _OURS = {
     "backend": "",
 }
 """Settings that the comparison makes, and the option that decides them."""
+_SAMPLING = DistributedConfig.model_fields.keys() - ClusterConfig.model_fields.keys()
+"""Settings of `distributed` that methods without completions lack."""
 _MOST = 1e15
 """Of a budget; with more, steps would no longer be whole numbers."""
 
@@ -98,10 +101,10 @@ class ComparisonPlan(BaseConfig):
     def of_options(cls, options: Mapping[str, Any]) -> Self:
         """From the options of the command."""
         unit, budget = parse_budget(options["budget"])
+        methods, file = options["methods"], options.get("distributed")
+        overrides = (*(_on_cluster(methods, file) if file else ()), *options["overrides"])
         values = {
-            "arms": [
-                arm.to_dict() for arm in _arms(options["methods"], options["overrides"], options["sweep"])
-            ],
+            "arms": [arm.to_dict() for arm in _arms(methods, overrides, options["sweep"])],
             "seeds": parse_seeds(options["seeds"] or "0,1,2"),
             "unit": unit,
             "budget": budget,
@@ -159,6 +162,15 @@ def parse_seeds(text: str) -> tuple[int, ...]:
             f"--seeds {text}: expected different whole numbers of 0 or more, as 0,1,2", code="invalid_option"
         )
     return found
+
+
+def _on_cluster(methods: Sequence[str], file: str) -> Iterator[str]:
+    """Settings of each method from a file of `distributed`; those of sampling are for online methods only."""
+    section = load_config_file(file)
+    for method in filter(METHODS.get, methods):  # others are refused later
+        own = section if METHODS[method].online else {k: section[k] for k in section if k not in _SAMPLING}
+        if METHODS[method].online or own.get("trainer_workers"):
+            yield f"{method}.distributed={json.dumps(own)}"
 
 
 def _arms(methods: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> list[Arm]:
