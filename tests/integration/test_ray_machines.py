@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster that are stopped or lose a machine, and go on: the game, two training processes."""
+"""Runs on a Ray cluster that are stopped, lose a machine or get one: the game, two training processes."""
 
 from __future__ import annotations
 
@@ -73,6 +73,28 @@ def test_one_of_two_machines_that_train_is_killed(tmp_path: Path, run_processes:
     assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_game_takes_up_a_machine_that_joins(workers: int, tmp_path: Path):
+    """It goes on in two processes, as an undisturbed game does; a worker's room is not counted as theirs."""
+    run, whole, game = tmp_path / "run", tmp_path / "whole", {**_GAME, "max_steps": 400}
+    words = ["minmax", "--quick", *_settings(game, "training."), "--set", "baseline=false"]
+    given = {"trainer_workers": 2, "min_trainer_workers": 1} | ({"rollout_workers": 1} if workers else {})
+    with ray_cluster(cpus=1 + workers) as cluster:
+        process = _started(run, *words, *_on(cluster, run, **given))
+        _wait_for(run / "checkpoint-2", process)
+        cluster.add_machine()
+        _wait_until(lambda: "resumed from step" in _log(run), process, run)
+        joined = int(_log(run).partition("resumed from step ")[2].split()[0])
+        _stop_after(joined + 1, process, run)
+    assert "there is room for 2 training processes now" in _log(run)
+    _stop_after(joined + 1, _started(whole, *words), whole)
+    grown, undisturbed = metrics_of(run), metrics_of(whole)
+    assert [row["step"] for row in grown] == list(range(1, len(grown) + 1))
+    assert grown[:joined] == undisturbed[:joined]
+    first, expected = _numbers(grown[joined]), _numbers(undisturbed[joined])
+    assert first == pytest.approx(expected, rel=1e-3, abs=1e-3)  # sums of two halves
+
+
 def _settings(values: dict[str, Any], prefix: str = "") -> list[str]:
     return [word for key, value in values.items() for word in ("--set", f"{prefix}{key}={value}")]
 
@@ -99,14 +121,36 @@ def _started(run: Path, *words: str) -> subprocess.Popen[bytes]:
         )
 
 
+def _log(run: Path) -> str:
+    return run.with_suffix(".log").read_text(encoding="utf-8")
+
+
 def _said(run: Path) -> str:
-    return run.with_suffix(".log").read_text(encoding="utf-8")[-6000:]
+    return _log(run)[-6000:]
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Without the tokens, of which two processes compute those of a shared prompt twice."""
+    return {
+        key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "num_tokens"
+    }
+
+
+def _stop_after(steps: int, process: subprocess.Popen[bytes], run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    _wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps, process, run)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(_PATIENCE) == 128 + signal.SIGTERM, _said(run)
 
 
 def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    _wait_until(path.exists, process, path.parent)
+
+
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], run: Path) -> None:
     end = time.monotonic() + _PATIENCE
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, _said(path.parent)
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, _said(run)
         time.sleep(0.02)
 
 

@@ -17,6 +17,7 @@ import pytest
 from files import metrics_of
 from raises import raises_error
 from rlhf_algos import METHODS, RLHFConfig, TrainingJob
+from rlhf_algos.distributed.trainer import _why_again
 from rlhf_algos.engine.signals import GracefulStop, pass_signal_on
 from rlhf_algos.jobs.rlhf_config import STAGES
 from rlhf_data import RunFolder
@@ -46,6 +47,28 @@ config = ClusterConfig(address="local", trainer_workers=1, object_store_gb=0.2, 
 with contextlib.closing(TrainerCluster(config)) as cluster:
     with urllib.request.urlopen(f"{cluster.dashboard}/api/version", timeout=60) as answer:
         print(json.load(answer)["ray_version"])
+"""
+
+_ROOM = """
+import contextlib
+from rlhf_algos.distributed.cluster import Cluster, TakenRoom
+from rlhf_algos.distributed.config import DistributedConfig
+
+config = DistributedConfig(address="local", trainer_workers=2, rollout_workers=1, object_store_gb=0.2)
+
+def left():
+    asked = room._request | {"resources": [{"CPU": 1}] * cpus}
+    ray.get(room._coordinator.request_resources.remote("as-ray-train", **asked))
+    found = ray.get(room._coordinator.get_reserved_resources.remote("as-ray-train"))
+    return sum(each["CPU"] for each in found.values())
+
+with contextlib.closing(Cluster(config, for_trainers=True)) as workers:
+    import ray  # late: it reads what the cluster has set
+
+    cpus = int(ray.cluster_resources()["CPU"])
+    with contextlib.closing(TakenRoom(workers)) as room:
+        print(cpus - left())
+    print(cpus - left())
 """
 
 
@@ -258,3 +281,19 @@ def test_the_dashboard_of_a_local_cluster_answers(ray_installed: None):
     )
     assert asked.returncode == 0, asked.stderr[-2000:]
     assert asked.stdout.split()[-1] == version("ray")
+
+
+@pytest.mark.slow
+def test_room_of_workers_is_not_counted_for_training_processes(ray_installed: None):
+    """What scales Ray Train is told of it, until the command ends; a test of `proof` has a game do it."""
+    asked = subprocess.run(
+        [sys.executable, "-c", _ROOM], capture_output=True, text=True, timeout=_PATIENCE, check=False
+    )
+    assert asked.returncode == 0, asked.stderr[-2000:]
+    assert [float(word) for word in asked.stdout.split()[-2:]] == [1.0, 0.0]
+
+
+def test_why_training_processes_are_started_again_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "room for 2" in _why_again(1)
+    assert "lost" in _why_again(2) and "lost" in _why_again(3)

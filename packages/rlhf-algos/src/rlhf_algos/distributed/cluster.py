@@ -25,6 +25,8 @@ from rlhf_data import UserError
 _LOG = logging.getLogger(__name__)
 _ROOM = "rlhf-workers"
 """Name of the room of workers that a command keeps for its training processes."""
+_EXPIRES = 180.0
+"""Seconds after which room counts as free that nobody says is taken."""
 Kind = Literal["rollout", "reward"]
 """What workers do: sample completions, or score them."""
 _ENVIRONMENT = {
@@ -296,6 +298,45 @@ class TrainerCluster(Connection):
             "GPU": float(self.settings.gpus_per_trainer),
         }
         return {name: count for name, count in reserved.items() if count}
+
+
+class TakenRoom:
+    """Tells what scales Ray Train how much room workers have taken, which it would count on as well.
+
+    Where there are to be as many training processes as there is room for, Ray Train asks an actor of its own
+    for the room, and that knows machines and requests, but no placement groups.  Private, as in
+    `Cluster.leave_if_drained`: Ray has no public API for this.
+    """
+
+    def __init__(self, workers: Cluster) -> None:
+        import ray
+        from ray.data._internal.cluster_autoscaler import base_autoscaling_coordinator as asked
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as asking
+
+        self._coordinator: Any = asking.get_or_create_autoscaling_coordinator()
+        self._name = f"rlhf-{ray.get_runtime_context().get_job_id()}"
+        self._request: dict[str, Any] = {
+            "resources": workers.bundles(),
+            "strategy": asked.ResourceRequestStrategy(workers.config.placement),
+            "priority": asked.ResourceRequestPriority.HIGH,  # of equal ones the earlier has precedence
+            "expire_after_s": _EXPIRES,
+        }
+        self._renewed = float("-inf")
+        ray.get(self.renew(), timeout=workers.config.start_timeout)
+
+    def renew(self) -> Any:
+        """Say it again where it is time to: it is forgotten after a while, for commands that are killed."""
+        if time.monotonic() - self._renewed < _EXPIRES / 6:
+            return None
+        self._renewed = time.monotonic()
+        return self._coordinator.request_resources.remote(self._name, **self._request)
+
+    def close(self) -> None:
+        """The room is free again."""
+        import ray
+
+        if ray.is_initialized():
+            self._coordinator.cancel_request.remote(self._name)
 
 
 def _let_daemons_print(enabled: bool) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlhf_algos.engine.signals import pass_signal_on
-from rlhf_algos.process_group import broadcast
-from rlhf_data import UserError, atomic_write_json
+from rlhf_algos.process_group import broadcast, world_size
+from rlhf_data import UserError, atomic_write_json, atomic_write_text
 
 PRINTED, SIGNAL, BEGUN = "printed", "signal", "begun"
-"""Files of the folder that the command and the training processes share: output, a signal's number, and that
-the work has begun."""
+"""Files of the folder that the command and the training processes share: output, a signal's number, and how
+many there were when the work began last."""
 _PLAIN = (str, int, float)
 _ENDED = "ended.json"
 
@@ -76,18 +76,26 @@ def attempt(given: dict[str, Any]) -> None:
         return
     threading.Thread(target=_await_signal, args=(folder / SIGNAL,), daemon=True).start()
     begun = folder / BEGUN
-    again = broadcast(begun.exists())
-    begun.touch()
+    before: int | None = broadcast(int(begun.read_text(encoding="utf-8")) if begun.exists() else None)
+    if rank == 0:
+        atomic_write_text(begun, str(world_size()))
     with _printing(folder / PRINTED, rank):
-        if again and rank == 0:
-            sys.stdout.write("a training process was lost; going on from the last checkpoint\n")
+        if before is not None and rank == 0:
+            sys.stdout.write(f"{_why_again(before)}; going on from the last checkpoint\n")
         try:
-            given["work"](again)
+            given["work"](before is not None)
         except UserError as error:
             Ended.of(error).write(folder, rank)
             raise
         except KeyboardInterrupt as stop:
             Ended.of(stop).write(folder, rank)
+
+
+def _why_again(before: int) -> str:
+    """Why Ray Train has started the processes again, of which there were so many."""
+    if world_size() > before:
+        return f"there is room for {world_size()} training processes now"
+    return "a training process was lost"
 
 
 @contextlib.contextmanager

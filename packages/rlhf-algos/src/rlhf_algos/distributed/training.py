@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rlhf_algos.distributed.cluster import Cluster, TrainerCluster
+from rlhf_algos.distributed.cluster import Cluster, TakenRoom, TrainerCluster
 from rlhf_algos.distributed.config import ClusterConfig, DistributedConfig
 from rlhf_algos.distributed.trainer import BEGUN, PRINTED, SIGNAL, Ended, attempt
 from rlhf_algos.engine.signals import GracefulStop
@@ -48,10 +48,13 @@ def run_trainers(config: ClusterConfig, run: Path, work: Callable[[bool], None])
             cluster = stack.enter_context(contextlib.closing(TrainerCluster(config)))
             if cluster.local:
                 _check_python(sys.executable)
+            room = None
             if isinstance(config, DistributedConfig) and config.rollout_workers:
-                stack.enter_context(contextlib.closing(Cluster(config, for_trainers=True)))
+                workers = stack.enter_context(contextlib.closing(Cluster(config, for_trainers=True)))
+                if config.min_trainer_workers:
+                    room = stack.enter_context(contextlib.closing(TakenRoom(workers)))
             cluster.release()
-            _follow(_Fit(config, cluster.resources(), folder, work), folder)
+            _follow(_Fit(config, cluster.resources(), folder, work), folder, room)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -112,13 +115,15 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _follow(fit: _Fit, folder: Path) -> None:
+def _follow(fit: _Fit, folder: Path, room: TakenRoom | None) -> None:
     """Print what the first process prints, pass signals on, and raise what ended the work."""
     fit.start()
     printed = _Printed(folder / PRINTED)
     with GracefulStop("stopping the training processes; once more stops at once") as stop:
         while fit.is_alive():
             fit.join(_EVERY)
+            if room:
+                room.renew()
             printed.forward()
             if (ended := Ended.read(folder)) and ended.exit_code is None:
                 fit.join(_GRACE)  # the first process's sentence is preferred
