@@ -90,7 +90,7 @@ def _check_block_size(module: Any, size: int, where: str) -> None:
     if module.in_features % size:
         raise UserError(
             f"layer {where} has {module.in_features} inputs, and 4-bit weights on the CPU need a multiple of "
-            f"{size}; use load_in_8bit or a GPU",
+            f"{size}; use a GPU, load_in_8bit (in one piece), or neither",
             code="layer_cannot_be_quantized",
         )
 
