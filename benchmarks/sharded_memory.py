@@ -139,7 +139,7 @@ def write_rows(folder: Path, words: int = 12) -> None:
 def write_inputs(folder: Path, options: argparse.Namespace) -> dict[str, int]:
     """Write models and rows; what `make_model` says of the large one."""
     write_rows(folder)
-    make_model(folder / "small", options.parameters // 100, hidden=96)
+    make_model(folder / "small", options.parameters // 100, hidden=64)
     model = make_model(folder / "model", options.parameters, options.hidden)
     if any(job.startswith("minmax") for job in options.jobs):
         for size in ("model", "small"):
