@@ -179,8 +179,10 @@ def test_other_gpus_are_refused(given: str) -> None:
         plan_machine(1, given)
 
 
-def test_8_bit_weights_are_not_sharded() -> None:
+def test_8_bit_weights_are_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")  # as torchrun sets it
     quantised = {"model_name_or_path": "a-model", "load_in_8bit": True, "use_peft": True}
     config = METHODS["dpo"].resolve(quantised | {"fsdp": True})
-    with raises_error("quantised_and_sharded"):
-        check_start(METHODS["dpo"], config, Machine(2))
+    for processes in (1, 2):  # FSDP wraps the layers of a single process too
+        with raises_error("quantised_and_sharded"):
+            check_start(METHODS["dpo"], config, Machine(processes))

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from proofs import by_default
 from raises import raises_error
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
+from rlhf_models import fill_deferred, gathering, load_causal_lm
 from rlhf_models.adapters.files import load_adapter
 from rlhf_models.adapters.lora import LoraSettings, add_adapters, apply_lora
 from rlhf_models.loading import saving
@@ -141,8 +145,6 @@ def test_half_precision_is_rounded_once() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_come_as_what_the_model_computes_with(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from rlhf_models.loading.pretrained import load_causal_lm
-
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     plain = tiny_model("llama", vocab_size=40, pad_token_id=None, **sizes)
     plain.save_pretrained(tmp_path)
@@ -154,6 +156,24 @@ def test_quantised_weights_come_as_what_the_model_computes_with(bits: int, tmp_p
     fresh: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(fresh), before, atol=1e-4, rtol=0)
     assert torch.equal(logits(peft_model), before)
+
+
+def test_4_bit_weights_in_parts_come_whole(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    tiny_model("llama", vocab_size=40, pad_token_id=None, **sizes).save_pretrained(tmp_path)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        parts = load_causal_lm(tmp_path, load_in_4bit=True, sharded=True)
+        fully_shard(parts)
+        fill_deferred(parts, torch.device("cpu"))
+        with gathering(lambda tensor: tensor.full_tensor()):  # pyright: ignore[reportAttributeAccessIssue]
+            found = dict(policy_tensors(parts))
+    finally:
+        dist.destroy_process_group()
+    expected = dict(policy_tensors(load_causal_lm(tmp_path, load_in_4bit=True)))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def test_large_folders_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rlhf_models import (
 )
 
 pytest.importorskip("bitsandbytes")
+sharded_4bit = importlib.import_module("rlhf_models.kernels.sharded_4bit")
 CPU = torch.device("cpu")
 LORA = LoraSettings(lora_r=2)
 (BATCH,) = pack([TokenSequence([5, 9, 14, 3, 27], 2), TokenSequence([5, 9, 14, 60], 2)])
@@ -70,7 +72,10 @@ def trained(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_scores_and_gradients_are_those_of_a_model_in_one_piece(folder: Path, shard: bool) -> None:
+def test_scores_and_gradients_are_those_of_a_model_in_one_piece(
+    folder: Path, shard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_4bit, "_PIECE", 1024)  # a weight is packed in several pieces
     whole, parts = adapted(folder), adapted(folder, deferred=True, shard=shard)
     outputs = []
     for model in (whole, parts):
@@ -88,7 +93,8 @@ def test_scores_and_gradients_are_those_of_a_model_in_one_piece(folder: Path, sh
 
 def test_a_reward_model_keeps_its_head_in_full(folder: Path) -> None:
     made = []
-    for how in ({}, {"sharded": True}):
+    hows: list[dict[str, Any]] = [{}, {"sharded": True}]
+    for how in hows:
         made.append(RewardModel.from_language_model(folder, seed=3, load_in_4bit=True, **how).add_lora(LORA))
     fill_deferred(made[1], CPU)
     scores = [model(BATCH) for model in made]

@@ -76,7 +76,7 @@ def check_start(method: Method, config: JobConfig, machine: Machine | None = Non
     check_hardware(here, job_device(), _dtype(config), world_size=processes)
     check_optimizer(here.optim, job_device())
     check_trackers(here.report_to)
-    if config.load_in_8bit and processes > 1 and shards_weights(config):
+    if config.load_in_8bit and (config.fsdp or (processes > 1 and shards_weights(config))):
         raise UserError(
             "8-bit weights are not sharded; set load_in_4bit in place of load_in_8bit, or leave out fsdp and "
             "ZeRO-3: with ZeRO-2 each process holds the quantised model",
@@ -252,5 +252,6 @@ def _dtype(config: JobConfig) -> torch.dtype:
 
 
 def _describe(model: Any, origin: str) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
+    # In 4 bits a parameter has two weights to the byte.
+    count = sum((2 if each.dtype == torch.uint8 else 1) * each.numel() for each in model.parameters())
     _LOG.info("model: %s of %s parameters, %s", type(model).__name__, f"{count:,}", origin)

@@ -284,7 +284,7 @@ def _zero(
         gathered = size * min(float(section.get("stage3_max_live_parameters", _LIVE)), everything)
         gathered = max(gathered, 2.0 * size * shape.gathered.largest)
         ahead = min(float(section.get("stage3_prefetch_bucket_size", _PREFETCH)), everything)
-        in_update["gathered layers"] = gathered + size * ahead
+        in_update["gathered layers"] = max(gathered, min(gathered + size * ahead, size * everything))
     if machine.card:
         if (section.get("offload_optimizer") or {}).get("device", "none") != "none":
             parts |= {"fp32 copy of the weights": 0.0, "moments": 0.0}

@@ -121,7 +121,11 @@ def _plain(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
         return _dequantised_4bit(tensor)
     if kind == "Int8Params":
         return _dequantised_8bit(module)
-    return whole_value(tensor)
+    whole = whole_value(tensor)
+    if hasattr(module, "unpack") and tensor is module.weight:  # 4 bits in parts
+        unpack: Any = module.unpack
+        return unpack(whole)
+    return whole
 
 
 def _dequantised_4bit(weight: Any) -> torch.Tensor:

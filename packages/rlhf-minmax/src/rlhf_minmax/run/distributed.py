@@ -58,7 +58,7 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
             code="cannot_be_sharded",
             key=whole[0].split()[0],
         )
-    if processes > 1 and shards_weights(training.hardware()):
+    if training.fsdp or (processes > 1 and shards_weights(training.hardware())):
         _check_quantised(config, sharding)
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
-from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit, quantize_blockwise
 from bitsandbytes.nn.modules import Linear4bit
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+_PIECE = 1 << 20
+"""Weights that are packed at a time: on CPUs bitsandbytes takes 64 bytes and more of each while it does."""
 
 
 class _Linear(torch.autograd.Function):
@@ -70,12 +73,18 @@ class ShardedLinear4bit(Linear4bit):
             storage: type whose bytes hold two weights each.
         """
         stored = weight.T if issubclass(self.source_cls, Conv1D) else weight
-        packed, self.quant_state = quantize_4bit(
-            stored.contiguous().to(device),
-            compress_statistics=self.compress_statistics,
-            quant_type=self.quant_type,
-        )
-        return packed.flatten().view(storage)
+        pieces = stored.contiguous().to(device).flatten().split(_PIECE)
+        made = [quantize_4bit(piece, quant_type=self.quant_type) for piece in pieces]
+        self.quant_state = state = made[0][1]
+        state.shape, state.absmax = stored.shape, torch.cat([each.absmax for _, each in made])
+        if self.compress_statistics:  # as `quantize_4bit` does with the scales of a whole weight
+            state.offset, state.nested = state.absmax.mean(), True
+            state.absmax, state.state2 = quantize_blockwise(state.absmax - state.offset, blocksize=256)
+        return torch.cat([packed.flatten() for packed, _ in made]).view(storage)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The weight (out, in) that the whole of the packed one stands for, in the type it was stored in."""
+        return dequantize_4bit(_bytes(packed), self.quant_state)
 
     def forward(self, x: Tensor) -> Tensor:
         """X (..., in) to (..., out), computed in the layer's type."""
