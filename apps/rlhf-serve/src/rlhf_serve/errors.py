@@ -162,6 +162,14 @@ def shutting_down() -> APIError:
     return APIError(503, message, "server_error", code="shutting_down", headers=headers)
 
 
+def engine_dead() -> APIError:
+    """503: the engine's process has ended, and no request can be answered any more."""
+    message = (
+        "the engine of this server has stopped, see the server's log; the server has to be started again"
+    )
+    return APIError(503, message, "server_error", code="engine_dead")
+
+
 def internal_error(request_id: str) -> APIError:
     """500: a bug in the server; its log has the traceback, under the request's id."""
     return APIError(

@@ -50,6 +50,11 @@ class Backend(Protocol):
     eos_token_ids: list[int]
     """What ends a completion."""
 
+    @property
+    def dead(self) -> bool:
+        """Whether what computes has ended for good, so that no request can be answered any more."""
+        ...
+
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
 

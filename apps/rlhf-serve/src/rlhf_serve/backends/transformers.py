@@ -47,6 +47,8 @@ class TransformersBackend:
     """
 
     name = "transformers"
+    dead = False
+    """It computes in this process."""
 
     def __init__(
         self, engine: TransformersEngine, *, threads: int | None = None, chunk_tokens: int | None = None

@@ -78,6 +78,11 @@ class VLLMBackend:
             raise UserError(f"vLLM cannot start with {model}: {error}", code="engine_not_started") from error
         return cls(engine, tokenizer, end_token_ids(model, tokenizer), folder)
 
+    @property
+    def dead(self) -> bool:
+        """See `Backend.dead`: vLLM's process ends after an error in a step, and is not started again."""
+        return bool(self._engine.errored)
+
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; greedy samples are computed once.
 

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from rlhf_serve import page
 from rlhf_serve.backends.protocol import GAUGES
+from rlhf_serve.errors import engine_dead
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.feedback import FeedbackLog, add_feedback
@@ -140,18 +141,25 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admi
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the process answers."""
+        """Whether the process answers, with an engine that computes."""
+        _check_alive(served)
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Whether requests are taken: always, for a server that ends listens no more."""
+        """Whether requests are taken: while the engine computes, for a server that ends listens no more."""
+        _check_alive(served)
         return {"status": "ready"}
 
     @app.get("/version")
     async def version_() -> dict[str, str]:
         """Version of this server."""
         return {"version": VERSION}
+
+
+def _check_alive(served: Served) -> None:
+    if served.service.backend.dead:
+        raise engine_dead()
 
 
 def _add_models(app: FastAPI, served: Served) -> None:

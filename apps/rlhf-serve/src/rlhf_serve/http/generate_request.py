@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import TopLogps
-from rlhf_serve.errors import APIError, internal_error, refused
+from rlhf_serve.errors import APIError, engine_dead, internal_error, refused
 from rlhf_serve.http.error_handlers import log_cause
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import with_pauses, within
@@ -60,12 +60,14 @@ class Generating:
         """Wait for a place in the queue, parse the requests, and hold the place while the context lasts.
 
         Raises:
-            APIError: 400, the request is wrong; 429, the queue is full; 504, the
+            APIError: 400, the request is wrong; 429, the queue is full; 503, the engine has stopped; 504, the
                 request took too long.
         """
         async with within(self._timeout_s, self.record.began), admission.enter() as waited:
             self.timing.queue_s = self.record.queue_s = waited
             try:
+                if self.service.backend.dead:
+                    raise engine_dead()
                 texts = self.service.texts
                 self.requests = await texts.workers.run(self._parse_requests)
                 form = self.requests[0].params.constraint
@@ -76,6 +78,10 @@ class Generating:
                 yield
             except UserError as error:
                 raise refused(error) from error
+            except Exception as error:
+                if self.service.backend.dead:
+                    raise engine_dead() from error
+                raise
 
     async def whole(self, admission: Admission) -> dict[str, Any]:
         """The response at once.

@@ -18,6 +18,8 @@ NO_VLLM = 86
 """Exit status of a server whose Python has no vLLM."""
 PARENT = "RLHF_VLLM_PARENT"
 """Environment variable with the process id of a server's parent."""
+_CPU_HEAD = 32
+"""Smallest size of an attention head that vLLM computes on CPUs."""
 _CPU_BATCHED_TOKENS = 4096
 """vLLM's own default on CPUs for tokens of one forward pass."""
 
@@ -89,16 +91,28 @@ def platform_arguments(model: str, max_model_len: int | None) -> dict[str, Any]:
     piece, which torch's CPU generators cannot do (`get_offset`).
 
     `max_model_len` of None is the model's context.
+
+    Raises:
+        UserError: this is a CPU, and the model's heads are too small for vLLM's attention there.
     """
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     if not current_platform.is_cpu():
         return {}
-    if max_model_len is None:
-        from transformers import AutoConfig
+    from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        max_model_len = config.get_text_config().max_position_embeddings
+    from rlhf_data import UserError
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head < _CPU_HEAD:  # vLLM itself starts, and fails at the first request
+        raise UserError(
+            f"vLLM on CPUs needs attention heads of at least {_CPU_HEAD}, and those of {model} have {head}; "
+            "use the transformers backend",
+            code="head_too_small",
+        )
+    if max_model_len is None:
+        max_model_len = config.max_position_embeddings
     tokens = max(_CPU_BATCHED_TOKENS, int(max_model_len or 0))
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 
