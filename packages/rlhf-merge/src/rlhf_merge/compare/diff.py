@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, TypeVar
 
-import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from rlhf_merge.compare.kinds import EMBEDDING, Place, ordered_kinds, ordered_ro
 from rlhf_merge.compare.measures import Measures, measure, passes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
-from rlhf_merge.methods.blocks import Inputs, OnBytes, Readable, Spaces, map_tensors
+from rlhf_merge.methods.blocks import Inputs, OnBytes, Readable, Spaces, map_tensors, piece
 from rlhf_merge.names import is_vocabulary_tensor, missing, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
 from rlhf_merge.text import number_text, plain, share_text, short_names, table
@@ -207,11 +206,9 @@ def _unequal_integers(inputs: Inputs) -> tuple[int, ...]:
     """For each model, the number of elements that differ from the base's."""
     counts = [0] * len(inputs.models)
     for start, stop in inputs.ranges():
-        first, values = (torch.empty(stop - start, dtype=inputs.all[0].dtype) for _ in range(2))
-        inputs.all[0].read(start, stop, first)
+        first = piece(inputs.all[0], start, stop)
         for index, model in enumerate(inputs.models):
-            model.read(start, stop, values)
-            counts[index] += int((values != first).sum())
+            counts[index] += int((piece(model, start, stop) != first).sum())
     return tuple(counts)
 
 

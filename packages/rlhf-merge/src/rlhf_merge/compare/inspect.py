@@ -181,12 +181,7 @@ def _statistics(item: Inputs, spaces: Spaces, on_read: OnBytes) -> Statistics:
     space, found = spaces(torch.float32 if narrow else torch.float64), Statistics()
     for start, stop in item.ranges():
         values = space.take("values", stop - start)
-        if tensor.dtype.is_floating_point:
-            tensor.read(start, stop, values)
-        else:
-            integers = torch.empty(stop - start, dtype=tensor.dtype)
-            tensor.read(start, stop, integers)
-            values.copy_(integers)
+        tensor.read(start, stop, values)
         found.add(values, space.take("scratch", stop - start))
         on_read((stop - start) * tensor.dtype.itemsize)
     return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError, readable
-from rlhf_merge.methods.blocks import Readable, read_whole, same_values, working_dtype
+from rlhf_merge.methods.blocks import Readable, piece, read_whole, same_values, working_dtype
 from rlhf_merge.names import endings
 
 _LORA_KEY = re.compile(
@@ -135,13 +135,10 @@ class _Update:
         """Rows `first` to `last` of scale·L, (last - first, r)."""
         rank, length = self.a.shape
         if not self.transposed:
-            rows = torch.empty(last - first, rank, dtype=dtype)
-            self.b.read(first * rank, last * rank, rows.view(-1))
-            return rows.mul_(self.scale)
-        columns = torch.empty(rank, last - first, dtype=dtype)
-        for index in range(rank):
-            self.a.read(index * length + first, index * length + last, columns[index])
-        return columns.mul_(self.scale).t()
+            return piece(self.b, first * rank, last * rank, dtype).view(-1, rank).mul_(self.scale)
+        starts = range(0, rank * length, length)
+        columns = [piece(self.a, start + first, start + last, dtype) for start in starts]
+        return torch.stack(columns).mul_(self.scale).t()
 
     def right(self, dtype: torch.dtype) -> Tensor:
         """R, (r, columns of the weight)."""
@@ -293,16 +290,15 @@ class _LoraTensor:
         if magnitude is not None and self._update.transposed:
             rows.mul_(self._factors_of_columns(magnitude))
         elif magnitude is not None:
-            factors = torch.empty(len(rows), dtype=self._dtype)
-            magnitude.read(begin, end, factors)
+            factors = piece(magnitude, begin, end, self._dtype)
             for part, factor in zip(rows.split(self._block), factors.split(self._block), strict=True):
                 part.mul_((factor / torch.linalg.vector_norm(part, dim=1)).unsqueeze(1))
         out.copy_(rows[first - begin : last - begin].view(-1))
 
     def _sum(self, begin: int, end: int) -> Tensor:
         """Rows of W + ΔW, (end - begin, columns); `begin` is a multiple of the block."""
-        rows = torch.empty(end - begin, self.row_length, dtype=self._dtype)
-        self._base.read(begin * self.row_length, end * self.row_length, rows.view(-1))
+        flat = piece(self._base, begin * self.row_length, end * self.row_length, self._dtype)
+        rows = flat.view(-1, self.row_length)
         left, right = self._update.left(begin, end, self._dtype), self._update.right(self._dtype)
         for part, factor in zip(rows.split(self._block), left.split(self._block), strict=True):
             part.addmm_(factor.contiguous(), right)
@@ -332,7 +328,5 @@ class _ShiftedTensor:
         self.dtype, self.shape = base.dtype, base.shape
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        values, shift = torch.empty(2, stop - start, dtype=self._dtype).unbind()
-        self._base.read(start, stop, values)
-        self._shift.read(start, stop, shift)
-        out.copy_(values.add_(shift.mul_(self._scale)))
+        shift = piece(self._shift, start, stop, self._dtype).mul_(self._scale)
+        out.copy_(piece(self._base, start, stop, self._dtype).add_(shift))

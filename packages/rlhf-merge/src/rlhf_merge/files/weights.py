@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhf_merge.errors import MergeError, readable
 from rlhf_merge.files.folder import is_file
-from rlhf_merge.methods.blocks import MemoryTensor, Readable
+from rlhf_merge.methods.blocks import MemoryTensor, Readable, piece
 
 DTYPES = {
     "F64": torch.float64,
@@ -290,8 +290,7 @@ class _ScaledTensor:
         height, width = self._block
         low, high = first // height, -(-last // height)
         count = math.ceil(self.row_length / width)
-        scales = torch.empty(high - low, count, dtype=kind)
-        self._scale.read(low * count, high * count, scales.view(-1))
+        scales = piece(self._scale, low * count, high * count, kind).view(-1, count)
         rows = values.view(last - first, self.row_length)
         for part in range(low, high):
             begin, end = max(part * height, first) - first, min((part + 1) * height, last) - first

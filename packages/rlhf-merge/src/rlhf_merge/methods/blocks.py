@@ -45,7 +45,7 @@ class Readable(Protocol):
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Write elements `start` to `stop` of the flattened tensor to `out`, converted to its type.
 
-        `out`, (stop - start,), is of a floating-point type or, for a tensor of integers, of its own type.
+        `out`, (stop - start,), is of a floating-point type, or of the tensor's own.
         """
         ...
 
@@ -61,23 +61,25 @@ class MemoryTensor:
         out.copy_(self.tensor.reshape(-1)[start:stop])
 
 
+def piece(tensor: Readable, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Elements `start` to `stop` of the flattened tensor, (stop - start,), in its own type or another."""
+    out = torch.empty(stop - start, dtype=dtype or tensor.dtype)
+    tensor.read(start, stop, out)
+    return out
+
+
 def read_whole(tensor: Readable, dtype: torch.dtype) -> Tensor:
     """The whole of a small tensor."""
-    whole = torch.empty(tensor.shape, dtype=dtype)
-    tensor.read(0, whole.numel(), whole.view(-1))
-    return whole
+    return piece(tensor, 0, math.prod(tensor.shape), dtype).view(tensor.shape)
 
 
 def same_values(one: Readable, other: Readable) -> bool:
     """Whether two tensors hold the same values."""
     both = Inputs("", None, (one, other))
-    for start, stop in both.ranges() if one.shape == other.shape else ():
-        pieces = torch.empty(2, stop - start, dtype=both.arithmetic)
-        one.read(start, stop, pieces[0])
-        other.read(start, stop, pieces[1])
-        if not torch.equal(*pieces):
-            return False
-    return one.shape == other.shape
+    return one.shape == other.shape and all(
+        torch.equal(*(piece(tensor, start, stop, both.arithmetic) for tensor in both.all))
+        for start, stop in both.ranges()
+    )
 
 
 class Workspace:

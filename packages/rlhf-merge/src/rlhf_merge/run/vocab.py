@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.tokenizer import AddedToken, TokenTable
-from rlhf_merge.methods.blocks import Readable
+from rlhf_merge.methods.blocks import Readable, piece
 
 _LACKING = np.iinfo(np.int64).min
 """Marks a row that a model lacks, in place of a distance; below any true distance."""
@@ -237,8 +237,6 @@ class AlignedTensor:
         for model, tensor in self._sources.items():
             source = int(self._rows_of(model, row, row + 1)[0]) * self.row_length
             if source >= 0:
-                one = torch.empty_like(total)
-                tensor.read(source, source + self.row_length, one)
-                total += one
+                total += piece(tensor, source, source + self.row_length, total.dtype)
                 count += 1
         out.copy_(total / max(count, 1))
