@@ -20,7 +20,7 @@ HANGS_AFTER = 300.0
 """Seconds; far more than any command here needs on a busy machine."""
 _SETUP = """
 import contextlib, importlib, runpy
-import peft, rlhf_algos.jobs.training_job, rlhf_eval, rlhf_merge.cli.commands, rlhf_merge.run.engine
+import peft, rlhf_algos.jobs.training_job, rlhf_eval, rlhf_merge.cli.commands, rlhf_merge.files.writer
 import rlhf_serve.cli.serve, rlhf_train.commands.training, rlhf_train.display.training
 import transformers.models.llama.modeling_llama
 from rlhf_merge.cli.main import main as merge
@@ -29,7 +29,7 @@ from rlhf_train.cli import main as train
 with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
     importlib.import_module("deepspeed")  # accelerate imports it where a model is saved
 rlhf_eval.training_curves = lambda *args, **options: None  # drawing is most of so small a run
-rlhf_merge.run.engine._FLUSH_SECONDS = 0.02  # so that a killed merge leaves something to resume
+rlhf_merge.files.writer._FLUSH_SECONDS = 0.02  # so that a killed merge leaves something to resume
 COMMANDS = {"rlhf-merge": merge, "rlhf-serve": serve, "rlhf-train": train}
 
 def main(arguments, prog_name):

@@ -107,8 +107,8 @@ mount -o remount,size=200m "$DISK"
 _HOPEFUL = """
 import shutil, types
 if {hopeful}: shutil.disk_usage = lambda path: types.SimpleNamespace(free=10**12)
-import rlhf_merge.run.engine
-rlhf_merge.run.engine._FLUSH_SECONDS = 0.1
+import rlhf_merge.files.writer
+rlhf_merge.files.writer._FLUSH_SECONDS = 0.1
 from rlhf_merge.cli.main import main
 main(prog_name="rlhf-merge")
 """

@@ -133,10 +133,10 @@ def test_what_changed_meanwhile_is_not_mixed_in(workshop: Any, change: str) -> N
 
 
 _IMPORTS = """
-import rlhf_merge.methods.blocks, rlhf_merge.cli.commands, rlhf_merge.run.engine
+import rlhf_merge.methods.blocks, rlhf_merge.cli.commands, rlhf_merge.files.writer
 from rlhf_merge.cli.main import main
 rlhf_merge.methods.blocks.BLOCK = 512
-rlhf_merge.run.engine._FLUSH_SECONDS = 0.02
+rlhf_merge.files.writer._FLUSH_SECONDS = 0.02
 """
 """Short blocks make merges slow, and short intervals let them have something to resume."""
 

@@ -42,7 +42,7 @@ def write(partial: PartialModel, *names: str) -> None:
         values = TENSORS[name].flatten()
         partial.write(name, 1, values[1:])
         partial.write(name, 0, values[:1])
-        partial.tensor_finished(name, coefficients=[0.1, len(name)])
+        partial.note({name: (0.1, len(name))})
 
 
 def stopped(out: Path, *names: str, **options: Any) -> PartialModel:
@@ -247,7 +247,7 @@ def test_errors_of_writing_are_sentences(
         with raises_error(code):
             partial.write("b", 0, TENSORS["b"])
         patch.setattr(os, "fsync", failing)
-        partial.tensor_finished("b")
+        partial.note({"b": ()})
         with raises_error(code):
             partial.flush()
     assert list(partial.finished) == ["a"]
@@ -262,6 +262,16 @@ def test_short_writes_are_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatc
     write(partial, "a", "b", "c")
     partial.publish()
     assert_whole(out)
+
+
+def test_what_is_noted_is_flushed_every_few_seconds(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = begun(out)
+    write(partial, "a")
+    assert partial.finished == {}, "two seconds have not passed"
+    monkeypatch.setattr(output, "_FLUSH_SECONDS", 0.0)
+    partial.note({})
+    assert list(partial.finished) == ["a"], "those noted before too, though no tensor was finished since"
+    partial.close()
 
 
 def test_what_was_flushed_is_found_again(out: Path) -> None:

@@ -30,8 +30,7 @@ class Memory:
         self.seconds = seconds
         self.tensors: State = {}
         self.pieces: list[tuple[str, int, int]] = []
-        self.finished: dict[str, Any] = {}
-        self.flushed = 0
+        self.finished: dict[str, tuple[float, ...]] = {}
         self.begun = threading.Event()
 
     def write(self, name: str, element: int, values: Tensor) -> None:
@@ -42,11 +41,8 @@ class Memory:
         if element == len(self.tensors[name]):
             self.tensors[name] = torch.cat([self.tensors[name], values])
 
-    def tensor_finished(self, name: str, **facts: object) -> None:
-        self.finished[name] = facts
-
-    def flush(self) -> None:
-        self.flushed += 1
+    def note(self, finished: dict[str, tuple[float, ...]]) -> None:
+        self.finished |= finished
 
 
 def jobs_of(states: dict[str, State], /, **values: Any) -> list[TensorJob]:
@@ -59,7 +55,7 @@ def jobs_of(states: dict[str, State], /, **values: Any) -> list[TensorJob]:
 
 def merged(states: dict[str, State], threads: int = 1, /, **values: Any) -> Memory:
     sink = Memory()
-    merge_tensors(jobs_of(states, **values), sink, threads=threads)
+    merge_tensors(jobs_of(states, **values), sink.write, sink.note, threads=threads)
     return sink
 
 
@@ -113,28 +109,23 @@ def test_progress_tells_every_byte(
     )
     plan = make_plan(MergeConfig.from_dict({"base": base, "models": [a, b]} | values))
     counts: list[int] = []
-    merge_tensors(plan.jobs, Memory(), threads=2, on_bytes=counts.append)
+    merge_tensors(plan.jobs, Memory().write, threads=2, on_bytes=counts.append)
     plan.close()
     assert sum(counts) == plan.bytes_read + plan.bytes_written
     assert "weight" in values or max(counts) <= 3 * 6 * 8
 
 
-def test_finished_tensors_are_noted_with_their_coefficients_and_flushed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The largest first; while it takes long, they are flushed in between."""
+def test_finished_tensors_are_noted_with_their_coefficients_the_largest_first() -> None:
     models = states("base", "a", "b", layers=2)
     values = {"base": "base", "models": [{"model": "a", "weight": [1.0, 3.0]}, "b"], "method": "linear"}
     sink = merged(models, **values)
-    assert sink.finished["layers.0.w"] == {"coefficients": [0.5, 0.5]}
-    assert sink.finished["layers.1.v"] == {"coefficients": [0.75, 0.25]}
+    assert sink.finished["layers.0.w"] == (0.5, 0.5)
+    assert sink.finished["layers.1.v"] == (0.75, 0.25)
     sizes = [length for _, _, length in sink.pieces]
-    assert sink.flushed == 1 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
     values |= {"method": "task_arithmetic", "normalize": True, "lambda": -2.0}
-    coefficients = merged(models, **values).finished["layers.1.v"]["coefficients"]
-    assert coefficients == [-1.5, -0.5], "λ times the share of the weights"
-    monkeypatch.setattr(engine, "_FLUSH_SECONDS", 0.0)
-    assert merged(states("a"), **COPY).flushed > 1
+    coefficients = merged(models, **values).finished["layers.1.v"]
+    assert coefficients == (-1.5, -0.5), "λ times the share of the weights"
 
 
 def test_a_failure_ends_the_work_and_keeps_what_is_finished() -> None:
@@ -142,8 +133,8 @@ def test_a_failure_ends_the_work_and_keeps_what_is_finished() -> None:
     models["a"]["layers.3.w"][0] = float("nan")  # the fourth of the largest tensors, which come first
     sink = Memory(seconds=0.02)
     with raises_error("non_finite_value"):
-        merge_tensors(jobs_of(models, **COPY), sink, threads=1)
-    assert {f"layers.{i}.w" for i in range(3)} <= set(sink.finished) and sink.flushed == 1
+        merge_tensors(jobs_of(models, **COPY), sink.write, sink.note, threads=1)
+    assert {f"layers.{i}.w" for i in range(3)} <= set(sink.finished)
     assert len(sink.tensors) < 40, "half of the work was not done"
 
 
@@ -159,7 +150,7 @@ def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(MemoryTensor, "read", waiting)
     with raises_error("non_finite_value", tensor="broken"):
-        merge_tensors(jobs_of(models, **COPY), sink, threads=2)
+        merge_tensors(jobs_of(models, **COPY), sink.write, sink.note, threads=2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
     assert 1 <= len(sink.pieces) < 100, "of two hundred"
 

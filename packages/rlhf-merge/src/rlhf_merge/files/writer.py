@@ -13,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from rlhf_merge.files.weights import DTYPES
 from rlhf_merge.text import bytes_text
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FLUSH_SECONDS = 2.0
+"""How much work a power cut may lose: what was written is forced to the disk this often."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Facts = dict[str, Any]
@@ -116,6 +119,7 @@ class PartialModel:
         self._files: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._waiting: list[Facts] = []
+        self._flushed = time.monotonic()
         with explained(out), contextlib.ExitStack() as opened:
             self.root.mkdir(parents=True, exist_ok=True)
             opened.enter_context(locked(self.root / "lock", out))
@@ -142,12 +146,15 @@ class PartialModel:
                 written = os.pwrite(file, data, offset)
                 data, offset = data[written:], offset + written
 
-    def tensor_finished(self, name: str, **facts: Any) -> None:
-        """Note that all of a tensor was written; it counts as finished after the next `flush`."""
-        self._waiting.append({"tensor": name, **facts})
+    def note(self, finished: Mapping[str, Sequence[float]]) -> None:
+        """Note that tensors were written, with their coefficients; flushed at once if it is time to."""
+        self._waiting += [{"tensor": name, "coefficients": list(of)} for name, of in finished.items()]
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
         """Wait until what was written is on the disk, and note it in the journal."""
+        self._flushed = time.monotonic()
         if not self._waiting:
             return
         with explained(self.out):

@@ -5,40 +5,25 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.blocks import Inputs, OnBytes, Spaces, check_range, map_tensors, processors
+from rlhf_merge.methods.blocks import Inputs, OnBytes, Spaces, check_range, map_tensors, piece, processors
 from rlhf_merge.run.plan import MergePlan, TensorJob
-
-_FLUSH_SECONDS = 2.0
-"""How much work a power cut may lose: what was written is forced to the disk this often."""
 
 _LOADED_LATER = 24_000_000
 """Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
 first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
 
 
-class Sink(Protocol):
-    """Destination of merged tensors."""
-
-    def write(self, name: str, element: int, values: Tensor) -> None:
-        """Take a piece of a tensor, from element `element` on; from any thread."""
-        ...
-
-    def tensor_finished(self, name: str, **facts: object) -> None:
-        """Take note that a tensor is whole."""
-        ...
-
-    def flush(self) -> None:
-        """Make what was finished last."""
-        ...
+Write = Callable[[str, int, Tensor], None]
+"""Takes a piece of a tensor, by its name, from an element on; called from any thread."""
+Note = Callable[[dict[str, tuple[float, ...]]], None]
+"""Takes the coefficients of the tensors that were finished since the last call; called every few seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,35 +67,29 @@ class Resources:
 
 
 def merge_tensors(
-    jobs: Sequence[TensorJob], sink: Sink, *, threads: int, on_bytes: OnBytes | None = None
+    jobs: Sequence[TensorJob],
+    write: Write,
+    note: Note = lambda finished: None,
+    *,
+    threads: int,
+    on_bytes: OnBytes | None = None,
 ) -> None:
-    """Merge tensors into a sink, the largest first; the result does not depend on the number of threads.
+    """Merge tensors, the largest first; the result does not depend on the number of threads.
 
     Raises:
         MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is
-            full; what was finished before is in the sink.
+            full; what was finished before was noted.
     """
-    flushed = time.monotonic()
-
-    def on_results(found: list[tuple[TensorJob, tuple[float, ...]]]) -> None:
-        nonlocal flushed
-        for job, coefficients in found:
-            sink.tensor_finished(job.output.name, coefficients=list(coefficients))
-        if time.monotonic() - flushed > _FLUSH_SECONDS:
-            sink.flush()
-            flushed = time.monotonic()
-
-    def merge(job: TensorJob, spaces: Spaces, on_read: OnBytes) -> tuple[float, ...]:
-        return _merge_one(job, sink, spaces, on_read)
-
-    try:
-        largest_first = sorted(jobs, key=lambda job: -job.bytes_read)
-        map_tensors(merge, largest_first, threads=threads, on_bytes=on_bytes, on_results=on_results)
-    finally:
-        sink.flush()
+    map_tensors(
+        lambda job, spaces, on_read: _merge_one(job, write, spaces, on_read),
+        sorted(jobs, key=lambda job: -job.bytes_read),
+        threads=threads,
+        on_bytes=on_bytes,
+        on_results=lambda found: note({job.output.name: coefficients for job, coefficients in found}),
+    )
 
 
-def _merge_one(job: TensorJob, sink: Sink, spaces: Spaces, on_bytes: OnBytes) -> tuple[float, ...]:
+def _merge_one(job: TensorJob, write: Write, spaces: Spaces, on_bytes: OnBytes) -> tuple[float, ...]:
     """Merge one tensor; its coefficients."""
     moved = 0
 
@@ -125,7 +104,7 @@ def _merge_one(job: TensorJob, sink: Sink, spaces: Spaces, on_bytes: OnBytes) ->
         for start, end in inputs.ranges():
             values = _copied(inputs, start, end)
             on_read(values.nbytes * len(inputs.all))
-            sink.write(name, start, values)
+            write(name, start, values)
             on_read(values.nbytes)
         return ()
     space = spaces(job.arithmetic)
@@ -134,7 +113,7 @@ def _merge_one(job: TensorJob, sink: Sink, spaces: Spaces, on_bytes: OnBytes) ->
         merged = step.merge(start, end, space)
         check_range(merged, dtype, name)
         values = torch.empty(end - start, dtype=dtype).copy_(merged)
-        sink.write(name, start, values)
+        write(name, start, values)
         on_read(values.nbytes)
     on_read(job.bytes_read + job.output.nbytes - moved)  # models with the coefficient 0 are not read
     return step.coefficients
@@ -142,11 +121,9 @@ def _merge_one(job: TensorJob, sink: Sink, spaces: Spaces, on_bytes: OnBytes) ->
 
 def _copied(inputs: Inputs, start: int, end: int) -> Tensor:
     """A piece of a tensor of integers, which must be the same in all models."""
-    first, values = (torch.empty(end - start, dtype=inputs.all[0].dtype) for _ in range(2))
-    inputs.all[0].read(start, end, first)
+    first = piece(inputs.all[0], start, end)
     for other, label in zip(inputs.all[1:], inputs.labels[1:], strict=True):
-        other.read(start, end, values)
-        if not torch.equal(values, first):
+        if not torch.equal(piece(other, start, end), first):
             message = f"tensor {inputs.name} holds integers, which cannot be merged, and differs between "
             message += f"{inputs.labels[0]} and {label}; make them equal"
             raise MergeError(message, code="different_integers", tensor=inputs.name)

@@ -22,7 +22,7 @@ from rlhf_merge.names import depth_of, layer_counts
 from rlhf_merge.run.card import write_card
 from rlhf_merge.run.engine import Resources, merge_tensors
 from rlhf_merge.run.matching import without
-from rlhf_merge.run.plan import MergePlan, TensorJob, job_of, make_plan
+from rlhf_merge.run.plan import MergePlan, job_of, make_plan
 from rlhf_merge.run.sources import source_names
 
 
@@ -118,7 +118,10 @@ class ModelMerger:
             rest = [job for job in plan.jobs if job.output.name not in partial.finished]
             if on_bytes is not None and done:
                 on_bytes(sum(job.bytes_read + job.output.nbytes for job in done))
-            merge_tensors(rest, partial, threads=threads, on_bytes=on_bytes)
+            try:
+                merge_tensors(rest, partial.write, partial.note, threads=threads, on_bytes=on_bytes)
+            finally:
+                partial.flush()
             coefficients = {name: tuple(line["coefficients"]) for name, line in partial.finished.items()}
             with explained(out):
                 _write_small_files(plan, partial.folder, coefficients)
@@ -162,26 +165,14 @@ class ModelMerger:
             job_of(self.config, names, tensors, specs[0])
             for names in source_names(self.config, tensors, specs[0])
         ]
-        sink = _Memory(jobs)
-        merge_tensors(jobs, sink, threads=self.resources.threads or 1)
-        return sink.tensors
-
-
-class _Memory:
-    """Merged tensors in memory."""
-
-    def __init__(self, jobs: list[TensorJob]):
         outputs = [job.output for job in jobs]
-        self.tensors = {output.name: torch.empty(output.shape, dtype=output.dtype) for output in outputs}
+        merged = {output.name: torch.empty(output.shape, dtype=output.dtype) for output in outputs}
 
-    def write(self, name: str, element: int, values: Tensor) -> None:
-        self.tensors[name].view(-1)[element : element + len(values)] = values
+        def write(name: str, element: int, values: Tensor) -> None:
+            merged[name].view(-1)[element : element + len(values)] = values
 
-    def tensor_finished(self, name: str, **facts: object) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
+        merge_tensors(jobs, write, threads=self.resources.threads or 1)
+        return merged
 
 
 def _write_small_files(plan: MergePlan, folder: Path, coefficients: dict[str, tuple[float, ...]]) -> None:
