@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,9 +14,6 @@ from torch import Tensor
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.tokenizer import AddedToken, TokenTable
 from rlhf_merge.methods.blocks import Readable, piece
-
-_LACKING = np.iinfo(np.int64).min
-"""Marks a row that a model lacks, in place of a distance; below any true distance."""
 
 
 @dataclass(frozen=True)
@@ -203,40 +200,33 @@ class AlignedTensor:
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """See `Readable.read`."""
-        first, last = start // self.row_length, stop // self.row_length
-        lacking = [(first, last)]
-        for model in self._order:
-            lacking = [run for low, high in lacking for run in self._read_rows(model, low, high, out, first)]
-        for row in (row for low, high in lacking for row in range(low, high)):
-            self._write_mean(row, out[(row - first) * self.row_length : (row + 1 - first) * self.row_length])
-
-    def _read_rows(
-        self, model: int, low: int, high: int, out: Tensor, first: int
-    ) -> Iterator[tuple[int, int]]:
-        """Write the output rows `low` to `high` that a model has; yield the runs of those it lacks."""
-        index = self._rows_of(model, low, high)
-        offsets = np.where(index < 0, _LACKING, index - np.arange(len(index)))
-        edges = sorted({0, *(np.flatnonzero(offsets[1:] != offsets[:-1]) + 1).tolist(), len(index)})
-        for begin, end in pairwise(edges):
-            if index[begin] < 0:
-                yield low + begin, low + end
+        rows = np.arange(start // self.row_length, stop // self.row_length)
+        owners, sources = np.full(len(rows), -1), rows  # of each row, the model it is read from and where
+        for model in reversed(self._order):
+            index = self._rows_of(model, rows)
+            owners, sources = np.where(index < 0, owners, model), np.where(index < 0, sources, index)
+        # Rows that lie one behind the other in a model are read at once.
+        cuts = np.flatnonzero((np.diff(owners) != 0) | (np.diff(sources) != 1)) + 1
+        for begin, end in pairwise(sorted({0, *cuts.tolist(), len(rows)})):
+            target = out[begin * self.row_length : end * self.row_length]
+            source = int(sources[begin]) * self.row_length
+            if owners[begin] >= 0:
+                self._sources[int(owners[begin])].read(source, source + len(target), target)
                 continue
-            piece = out[(low + begin - first) * self.row_length : (low + end - first) * self.row_length]
-            source = int(index[begin]) * self.row_length
-            self._sources[model].read(source, source + len(piece), piece)
+            for row, part in zip(rows[begin:end], target.split(self.row_length), strict=True):
+                part.copy_(self._mean(row, torch.promote_types(out.dtype, torch.float32)))
 
-    def _rows_of(self, model: int, low: int, high: int) -> np.ndarray:
-        """A model's rows of the output rows `low` to `high`."""
+    def _rows_of(self, model: int, rows: np.ndarray) -> np.ndarray:
+        """A model's rows of some output rows."""
         index = self._alignment.indexes[model]
-        return np.arange(low, high, dtype=np.int64) if index is None else index[low:high]
+        return rows if index is None else index[rows]
 
-    def _write_mean(self, row: int, out: Tensor) -> None:
-        """Write the mean of the models' rows of an output row."""
-        total = torch.zeros(len(out), dtype=torch.promote_types(out.dtype, torch.float32))
-        count = 0
+    def _mean(self, row: int, dtype: torch.dtype) -> Tensor:
+        """The mean of the models' rows of an output row."""
+        total, count = torch.zeros(self.row_length, dtype=dtype), 0
         for model, tensor in self._sources.items():
-            source = int(self._rows_of(model, row, row + 1)[0]) * self.row_length
+            source = int(self._rows_of(model, np.array(row))) * self.row_length
             if source >= 0:
-                total += piece(tensor, source, source + self.row_length, total.dtype)
+                total += piece(tensor, source, source + self.row_length, dtype)
                 count += 1
-        out.copy_(total / max(count, 1))
+        return total / max(count, 1)
