@@ -13,9 +13,6 @@ def output_written() -> Iterator[None]:
     """Within this context, that of a whole command, standard output that cannot be written is an error.
 
     The command ends with a sentence and exit code 2, as on a full disk. A reader that has gone is none.
-
-    Raises:
-        SystemExit: not all of it could be written.
     """
     try:
         yield

@@ -40,25 +40,19 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """Models against a base.
-
-    Args:
-        base: the base, as the user named it.
-        models: the others.
-        labels: short names of the base and the models, no two of them alike.
-        density: what task vectors were trimmed to before their signs were compared; None if they were not.
-        tensors: in the base's order.
-        integers: for each tensor of integers, how many elements of each model differ from the base's.
-        notes: what was compared otherwise than element by element of tensors of one name.
-    """
+    """Models against a base, as the user named them."""
 
     base: str
     models: tuple[str, ...]
     labels: tuple[str, ...]
+    """Short names of the base and the models, no two of them alike."""
     density: float | None
+    """What task vectors were trimmed to before their signs were compared; None if they were not."""
     tensors: tuple[TensorDifference, ...]
     integers: Mapping[str, tuple[int, ...]]
+    """For each tensor of integers, how many elements of each model differ from the base's."""
     notes: tuple[str, ...]
+    """What was compared otherwise than element by element of tensors of one name."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,16 +117,9 @@ def diff_models(
     """Compare models with a base, and their task vectors with each other.
 
     Buffers are left out. Where vocabularies have different numbers of rows, the first ones, which all models
-    have, are compared, and the result says so.
-
-    Args:
-        base: as `open_checkpoint` takes it.
-        others: one model or more.
-        density: in (0, 1]; the signs compared are those of so large a share of every task vector's elements,
-            the largest of each tensor. None: of all.
-        threads: how many tensors at once; None is one for each processor.
-        on_total: called once, before anything is read, with the bytes that will be.
-        on_bytes: called with the bytes of every block, perhaps from several threads.
+    have, are compared, and the result says so. With a density, in (0, 1], the signs compared are those of so
+    large a share of every task vector's elements, the largest of each tensor. `on_total` is called once,
+    before anything is read, with the bytes that will be.
     """
     if not others:
         raise MergeError("a comparison needs a model beside the base; name one", code="too_few_models")

@@ -25,28 +25,17 @@ class Measures:
     """Sums and counts over the elements of some tensors, for a base and n models.
 
     Signs are those of the task vectors or, with a density, of the trimmed ones.
-
-    Args:
-        elements: number of elements.
-        base_square: Σ θ₀².
-        products: Σ τᵢ τⱼ, (n, n).
-        changed: elements of each model that differ from the base's, (n,).
-        same_in_bf16: elements of each model that, rounded to bfloat16, equal the base's, (n,).
-        shared: elements where both of two models have a sign, (n, n); on the diagonal, where one has.
-        opposed: elements where two models have opposite signs, (n, n).
-        any_shared: elements where at least two models have a sign.
-        any_opposed: elements where at least two models have opposite signs.
     """
 
     elements: int
-    base_square: float
-    products: NDArray[np.float64]
-    changed: Counts
-    same_in_bf16: Counts
-    shared: Counts
-    opposed: Counts
-    any_shared: int
-    any_opposed: int
+    base_square: float  # Σ θ₀²
+    products: NDArray[np.float64]  # Σ τᵢ τⱼ, (n, n)
+    changed: Counts  # elements of each model that differ from the base's, (n,)
+    same_in_bf16: Counts  # elements of each model that, rounded to bfloat16, equal the base's, (n,)
+    shared: Counts  # elements where both of two models have a sign, (n, n); on the diagonal, where one has
+    opposed: Counts  # elements where two models have opposite signs, (n, n)
+    any_shared: int  # elements where at least two models have a sign
+    any_opposed: int  # elements where at least two models have opposite signs
 
     @classmethod
     def total(cls, parts: Iterable[Measures], count: int) -> Measures:
@@ -98,9 +87,6 @@ def measure(inputs: Inputs, space: Workspace, density: float | None = None) -> M
 
     With a density, the signs compared are those of so large a share of the largest magnitudes of every task
     vector, as TIES trims them (arXiv:2306.01708, section 4.1).
-
-    Raises:
-        MergeError: an input holds NaN or an infinity.
     """
     # The least magnitude of each task vector whose sign counts; never 0, which has none.
     subnormal = torch.finfo(space.dtype).smallest_normal * torch.finfo(space.dtype).eps

@@ -40,21 +40,12 @@ nanoseconds, inode. The last two tell a file from another of its size that was g
 
 
 class Checkpoint:
-    """A model that is open for reading; a context manager.
+    """A model, as the user named it, that is open for reading; a context manager.
 
-    Args:
-        spec: how the user named it.
-        folder: where the base's config and tokenizer are.
-        adapter_folders: where the adapters applied to it are, in order.
-
-    Attributes:
-        config: the base's config.json, empty where there is none.
-        tensors: by name, in the order of the files.
-        identity: every file of weights, index and adapter's config, as it was when it was opened, for a
-            fingerprint; the name is preceded by 0/ for the base and by 1/ and so on for the adapters.
-
-    Raises:
-        MergeError: something is missing, damaged, quantised or does not fit.
+    `folder` has the base's config, empty where there is none, and tokenizer; `adapter_folders` are those of
+    the adapters applied to it, in order. `tensors` are in the order of the files. `identity` is every file of
+    weights, index and adapter's config, as it was when it was opened, for a fingerprint; the name is preceded
+    by 0/ for the base and by 1/ and so on for the adapters.
     """
 
     def __init__(self, spec: str, folder: Path, adapter_folders: tuple[Path, ...] = ()) -> None:
@@ -160,14 +151,9 @@ class Checkpoint:
 def open_checkpoint(spec: str) -> Checkpoint:
     """Open a model for reading.
 
-    Args:
-        spec: a folder; a hub id, `org/name` or `org/name@revision`; or either followed by adapters,
-            `base+adapter` or `base+first+second`, each again a folder or a hub id.  A folder with nothing but
-            an adapter is read as the base its config names plus the adapter; a folder with a + in its name
-            is not split.
-
-    Raises:
-        MergeError: something is missing, damaged, quantised or does not fit.
+    It is a folder; a hub id, `org/name` or `org/name@revision`; or either followed by adapters,
+    `base+adapter` or `base+first+second`, each again a folder or a hub id.  A folder with nothing but an
+    adapter is read as the base its config names plus the adapter; a folder with a + in its name is not split.
     """
     with readable(spec):
         first, *others = _split(spec)

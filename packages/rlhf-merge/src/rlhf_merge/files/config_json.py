@@ -122,9 +122,6 @@ def tied(config: Config, *, has_head: bool | None = None) -> bool | None:
     Where `tie_word_embeddings` is absent, transformers takes the default of the architecture's config class,
     which in version 5 is False for about half of them (Llama, Qwen, Mistral) and True for the others (GPT-2,
     Gemma, OPT); without that table, the checkpoint itself says it: embeddings are tied if it has no head.
-
-    Returns:
-        What the config says; else, from `has_head`; else None.
     """
     said = [
         section["tie_word_embeddings"] for section in _sections(config) if "tie_word_embeddings" in section
@@ -154,10 +151,6 @@ def output_config(
         tied: whether the output head is the input embedding.
         token_ids_from: config of the model whose tokenizer the result has, where that is another one: the ids
             of its special tokens are taken.
-
-    Raises:
-        MergeError: the config cannot say what was asked: a per-layer setting does not survive the new order,
-            or a special token has no row any more.
     """
     result = _without_path(config)
     sections = _sections(result)

@@ -54,12 +54,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file; a FIFO would be waited for without end, and a device may hold anything.
-
-    Raises:
-        MergeError: a folder, FIFO, socket or device is there.
-        OSError: it may not be looked at, or the name is too long.
-    """
+    """Whether there is a file; a FIFO would be waited for without end, and a device may hold anything."""
     if not exists(path):
         return False
     if not path.is_file():
@@ -89,9 +84,6 @@ def check_undamaged(path: Path) -> None:
     """Refuse a file that `checksums.json` beside it, as rlhf-train writes it, says is another one.
 
     A list that cannot be read is damage too; one in another form is another program's, and says nothing.
-
-    Raises:
-        MergeError: size or CRC-32 differ, or the list is damaged.
     """
     files = _checksums(path.with_name(_CHECKSUMS))
     if path.name not in files:
@@ -109,11 +101,7 @@ def check_undamaged(path: Path) -> None:
 
 
 def check_none_missing(folder: Path, patterns: Sequence[str]) -> None:
-    """Refuse a folder that lacks a file of these patterns which its `checksums.json` lists.
-
-    Raises:
-        MergeError: a file is missing, or the list is damaged.
-    """
+    """Refuse a folder that lacks a file of these patterns which its `checksums.json` lists."""
     for name in _checksums(folder / _CHECKSUMS):
         if any(fnmatch(name, pattern) for pattern in patterns) and not is_file(folder / name):
             raise _damaged(folder / name, f"is missing, and was written, says {_CHECKSUMS} beside it")
@@ -220,14 +208,7 @@ def download(repository: str, revision: str | None = None) -> Path:
 
     Fetched are configs, tokenizer, code, and the weights of one kind, safetensors if there are any.  Nothing
     of a folder inside the repository is.  `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE` and `HF_TOKEN` work as
-    ever.
-
-    Args:
-        repository: `org/name` or `name`.
-        revision: branch, tag or commit; None is the main branch.
-
-    Raises:
-        MergeError: it does not exist, is gated, or is not cached and cannot be reached.
+    ever.  A revision is a branch, a tag or a commit; None is the main branch.
     """
     folder = _fetch(repository, revision, _SMALL_FILES)
     commit = folder.name  # so that a push in between cannot mix two versions

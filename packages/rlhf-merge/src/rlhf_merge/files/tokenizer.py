@@ -66,12 +66,7 @@ def write_model_files(
 
 
 def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
-    """The files that `write_model_files` copies, by their names in the result.
-
-    Raises:
-        MergeError: a file of the vocabulary is not what `checksums.json` beside it says, or one that it lists
-            is missing.
-    """
+    """The files that `write_model_files` copies, by their names in the result, if `checksums.json` allows."""
     check_none_missing(tokenizer_from, _TOKENIZER_FILES)
     check_none_missing(config_from, (*_PROCESSOR_FILES, "generation_config.json"))
     for path in (tokenizer_from / name for name in (*VOCABULARY_FILES, "merges.txt")):

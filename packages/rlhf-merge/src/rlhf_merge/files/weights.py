@@ -135,9 +135,6 @@ def read_weights(path: Path) -> tuple[OpenFile, dict[str, Readable]]:
     A file of `torch.save` holds a dictionary of tensors, bare or under the key `state_dict`. One written by
     torch 1.5 or earlier, or read with a torch that does not say where in the file its tensors are, is read to
     memory; of any other only the structure is.
-
-    Raises:
-        MergeError: the file is damaged, holds anything but tensors, or a tensor of a type that is not read.
     """
     file = OpenFile(path)
     try:

@@ -100,15 +100,8 @@ def index_of(shards: Sequence[Shard], total: int) -> dict[str, Any]:
 class PartialModel:
     """A result while it is made; a merge that was interrupted is found again and gone on with.
 
-    Args:
-        out: the folder to make.
-        shards: its files.
-        plan: what is merged, as plain values; a merge of anything else is not gone on with.
-        restart: discard what an interrupted merge left.
-
-    Raises:
-        MergeError: `out` exists and is not empty; an interrupted merge of something else lies there; another
-            process is at work there; no space is left.
+    `plan` is what is merged, as plain values; an interrupted merge of anything else is refused, unless
+    `restart` discards it.
     """
 
     def __init__(self, out: Path, shards: Sequence[Shard], plan: dict[str, Any], *, restart: bool = False):

@@ -204,15 +204,9 @@ def map_tensors(
 ) -> list[Result]:
     """Do some work on every item, in threads; the results are in the order of the items.
 
-    Args:
-        work: is given an item, the thread's buffers, and what to call with the bytes of every block.
-        items: what to work on, begun in this order.
-        threads: how many items at once; None is one for each processor this process may use.
-        on_bytes: called with the bytes of every block, perhaps from several threads.
-        on_results: called by the calling thread with what is finished, every `POLL_SECONDS` at least.
-
-    Raises:
-        MergeError: an item's work raised it, which ends the work on the others.
+    The work is given an item, the thread's buffers, and what to call with the bytes of every block; an error
+    ends that on all items. `threads` is how many items at once; None is one for each processor this process
+    may use. The calling thread calls `on_results` with what is finished, every `POLL_SECONDS` at least.
     """
     if threads is not None and threads < 1:
         raise MergeError(f"threads is {threads}, expected at least 1", code="invalid_value", key="threads")

@@ -59,13 +59,9 @@ def combine(inputs: Inputs, coefficients: Sequence[float] | Vector) -> Step:
 def sum_task_vectors(
     inputs: Inputs, values: Values, sparsify: Sequence[Sparsify | None], row_length: int = 1
 ) -> Step:
-    """θ₀ + λ · merged task vectors, each made sparse, optionally with TIES's sign election.
+    """θ₀ + λ · merged task vectors, each made sparse where `sparsify` has something for that.
 
-    Args:
-        inputs: of the tensor; they have a base.
-        values: weight of each model; lambda and normalize; sign (mass or count) where signs are elected.
-        sparsify: for each model, what makes its task vector sparse, or None.
-        row_length: blocks hold whole rows of this length.
+    The inputs have a base. Signs are elected, as TIES does, where the values have a sign, mass or count.
     """
     weights, sign = values.of("weight"), values.shared.get("sign")
     normalize, factor = bool(values.shared["normalize"]), float(values.shared["lambda"])

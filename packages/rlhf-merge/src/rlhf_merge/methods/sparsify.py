@@ -136,15 +136,10 @@ def largest_magnitudes(
     ranks: Sequence[Sequence[int]],
     dtype: torch.dtype = torch.float32,
 ) -> list[list[float]]:
-    """The k-th largest magnitudes of several streamed tensors.
+    """The k-th largest magnitudes of several streamed tensors, for each tensor in the order of its k's.
 
-    Args:
-        blocks: streams the magnitudes, each block with the number of its tensor; called for every pass.
-        ranks: for each tensor, the k's.
-        dtype: of the blocks, float32 or float64.
-
-    Returns:
-        For each tensor, its magnitudes in the order of its ranks.
+    `blocks` streams the magnitudes, float32 or float64, each block with the number of its tensor, at every
+    pass. `ranks` are the k's of each tensor.
     """
     searches = [[_Search(rank) for rank in wanted] for wanted in ranks]
     integers, bits = _INTEGERS[dtype], _HIGH_BITS

@@ -26,10 +26,8 @@ def effective_weights(
 ) -> list[tuple[str, float, float, float]]:
     """How much of each model went into the result: least, mean and greatest coefficient over its tensors.
 
-    With a base they are those of the task vectors. The mean is weighted by the tensors' sizes.
-
-    Returns:
-        (model, least, mean, greatest) for each model; empty where numbers do not say it.
+    With a base they are those of the task vectors. The mean is weighted by the tensors' sizes. Empty where
+    numbers do not say it.
     """
     found: dict[str, list[tuple[float, int]]] = {}
     for job in plan.jobs:

@@ -74,12 +74,7 @@ def merge_tensors(
     threads: int,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Merge tensors, the largest first; the result does not depend on the number of threads.
-
-    Raises:
-        MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is
-            full; what was finished before was noted.
-    """
+    """Merge tensors, the largest first; the result does not depend on the number of threads."""
     map_tensors(
         lambda job, spaces, on_read: _merge_one(job, write, spaces, on_read),
         sorted(jobs, key=lambda job: -job.bytes_read),

@@ -249,11 +249,7 @@ class _Scores:
 
 
 def shell_evaluation(command: str) -> Evaluate:
-    """A shell command with `{model}` where a folder belongs, as a function; the last word is the score.
-
-    Raises:
-        MergeError: at once where it has no `{model}`; from the function where it fails or prints no number.
-    """
+    """A shell command with `{model}` where a folder belongs, as a function; the last word is the score."""
     if "{model}" not in command:
         message = f"the evaluation {command!r} has no {{model}}, where the folder would be put; add it"
         raise MergeError(message, code="missing_placeholder")
