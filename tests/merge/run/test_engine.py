@@ -17,8 +17,7 @@ from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.methods.blocks import MemoryTensor
 from rlhf_merge.run import engine
 from rlhf_merge.run.engine import Resources, expected_bytes, merge_tensors
-from rlhf_merge.run.plan import TensorJob, job_of, make_plan
-from rlhf_merge.run.sources import source_names
+from rlhf_merge.run.plan import TensorJob, make_jobs, make_plan
 
 State = dict[str, Tensor]
 
@@ -49,8 +48,7 @@ def jobs_of(states: dict[str, State], /, **values: Any) -> list[TensorJob]:
     """The jobs of a merge in memory."""
     config = MergeConfig.from_dict(values)
     tensors = {spec: {k: MemoryTensor(t) for k, t in state.items()} for spec, state in states.items()}
-    reference = config.model_specs[0]
-    return [job_of(config, names, tensors, reference) for names in source_names(config, tensors, reference)]
+    return list(make_jobs(config, tensors, config.model_specs[0]))
 
 
 def merged(states: dict[str, State], threads: int = 1, /, **values: Any) -> Memory:

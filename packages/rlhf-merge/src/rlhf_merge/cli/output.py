@@ -24,24 +24,18 @@ def output_written() -> Iterator[None]:
 
 
 def _exit_if_unwritten(more: str) -> None:
-    reason = _why_unwritten(more)
-    if reason is not None:
-        print(f"Error: standard output cannot be written: {reason}; name another place", file=sys.stderr)
-        sys.exit(2)
-
-
-def _why_unwritten(more: str) -> str | None:
-    """What keeps standard output, and this text after it, from being written, if anything."""
+    """Exit where standard output, and this text after it, cannot be written."""
     if sys.stdout is None or sys.stdout.closed:
-        return None
+        return
     try:
         sys.stdout.write(more)
         sys.stdout.flush()
     except BrokenPipeError:
-        return None
+        return
     except OSError as error:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())  # what is left would be written when Python ends
         os.close(nothing)
-        return (error.strerror or str(error)).lower()
-    return None
+        reason = (error.strerror or str(error)).lower()
+        print(f"Error: standard output cannot be written: {reason}; name another place", file=sys.stderr)
+        sys.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlhf_merge.files.folder import (
 )
 from rlhf_merge.files.lora import apply_adapter
 from rlhf_merge.files.tokenizer import VOCABULARY_FILES
-from rlhf_merge.files.weights import OpenFile, dequantised, read_weights
+from rlhf_merge.files.weights import dequantised, read_weights
 from rlhf_merge.methods.blocks import Readable
 
 _QUANTISED_ENDINGS = (
@@ -54,12 +55,9 @@ class Checkpoint:
         self.config: dict[str, Any] = read_json(inside(folder, config)) if is_file(config) else {}
         self.tensors: Mapping[str, Readable] = {}
         self.identity: list[Identity] = []
-        self._files: list[OpenFile] = []
-        try:
+        with ExitStack() as self._files:
             self.tensors = self._open()
-        except BaseException:
-            self.close()
-            raise
+            self._files = self._files.pop_all()
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -71,9 +69,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Let go of the files; the tensors may not be read any more."""
-        for file in self._files:
-            file.close()
-        self._files, self.tensors = [], {}
+        self._files.close()
+        self.tensors = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -138,7 +135,7 @@ class Checkpoint:
             raise MergeError(message, code="unknown_file_type", path=str(path))
         check_undamaged(path)
         file, tensors = read_weights(path)
-        self._files.append(file)
+        self._files.callback(file.close)
         return tensors
 
     def _note(self, path: Path, part: int = 0) -> None:

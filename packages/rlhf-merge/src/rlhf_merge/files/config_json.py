@@ -72,17 +72,15 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
 
 def _compared(config: Config, same_layers: bool) -> Iterator[tuple[str, Any]]:
     """The keys and values of a config that must agree between models."""
-    names = ("", *(f"{key}." for key in _TEXT if isinstance(config.get(key), dict)))
-    for prefix, section in zip(names, _sections(config), strict=True):
-        found = {key: section.get(key) for key in (*_SIZES, *(_LAYERS if same_layers else ()))} | _rope(
-            section
-        )
+    keys = (*_SIZES, *_LAYERS) if same_layers else _SIZES
+    for prefix, section in _sections(config).items():
+        found = {key: section.get(key) for key in keys} | _rope(section)
         yield from ((prefix + key, value) for key, value in found.items() if value is not None)
 
 
-def _sections(config: Config) -> list[Config]:
-    """The config and those of its language models."""
-    return [config, *(config[key] for key in _TEXT if isinstance(config.get(key), dict))]
+def _sections(config: Config) -> dict[str, Config]:
+    """The config and those of its language models, by what their keys begin with in messages."""
+    return {"": config} | {f"{key}.": config[key] for key in _TEXT if isinstance(config.get(key), dict)}
 
 
 def _rope(section: Config) -> dict[str, Any]:
@@ -123,11 +121,9 @@ def tied(config: Config, *, has_head: bool | None = None) -> bool | None:
     which in version 5 is False for about half of them (Llama, Qwen, Mistral) and True for the others (GPT-2,
     Gemma, OPT); without that table, the checkpoint itself says it: embeddings are tied if it has no head.
     """
-    said = [
-        section["tie_word_embeddings"] for section in _sections(config) if "tie_word_embeddings" in section
-    ]
-    said = [value for value in said if value is not None]
-    return bool(said[0]) if said else None if has_head is None else not has_head
+    said = [section.get("tie_word_embeddings") for section in _sections(config).values()]
+    found = next((value for value in said if value is not None), None)
+    return bool(found) if found is not None else None if has_head is None else not has_head
 
 
 def output_config(
@@ -153,8 +149,8 @@ def output_config(
             of its special tokens are taken.
     """
     result = _without_path(config)
-    sections = _sections(result)
-    for section, other in zip(sections, _sections(token_ids_from or {}), strict=False):
+    sections = list(_sections(result).values())
+    for section, other in zip(sections, _sections(token_ids_from or {}).values(), strict=False):
         section |= {key: value for key, value in other.items() if key.endswith("_token_id")}
     if dtype is not None:
         result |= {} if result.keys() & _DTYPE else {"torch_dtype": dtype}

@@ -22,8 +22,7 @@ from rlhf_merge.names import depth_of, layer_counts
 from rlhf_merge.run.card import write_card
 from rlhf_merge.run.engine import Resources, merge_tensors
 from rlhf_merge.run.matching import without
-from rlhf_merge.run.plan import MergePlan, job_of, make_plan
-from rlhf_merge.run.sources import source_names
+from rlhf_merge.run.plan import MergePlan, make_jobs, make_plan
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,7 @@ class ModelMerger:
                 raise MergeError(message, code="missing_state_dict", model=spec)
         every = {spec: {k: MemoryTensor(t.detach()) for k, t in models[spec].items()} for spec in specs}
         tensors, _ = without(every, self.config.ignore)
-        jobs = [
-            job_of(self.config, names, tensors, specs[0])
-            for names in source_names(self.config, tensors, specs[0])
-        ]
+        jobs = list(make_jobs(self.config, tensors, specs[0]))
         outputs = [job.output for job in jobs]
         merged = {output.name: torch.empty(output.shape, dtype=output.dtype) for output in outputs}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from rlhf_merge.methods.families import METHODS
 from rlhf_merge.methods.spec import Method, Values
 from rlhf_merge.names import is_vocabulary_tensor, layer_name, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
-from rlhf_merge.run.sources import SourceNames, Tensors, source_names
+from rlhf_merge.run.sources import Tensors, source_names
 from rlhf_merge.run.vocab import Alignment, ModelVocab, align, aligned
 
 
@@ -151,8 +152,7 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     found = matched(checkpoints, config.ignore)
     tensors = found.tensors
     alignment = _align(config, checkpoints, tensors, reference)
-    names = source_names(config, tensors, reference)
-    jobs = tuple(job_of(config, name, tensors, reference) for name in names)
+    jobs = tuple(make_jobs(config, tensors, reference))
     for output in (job.output for job in jobs if alignment is not None and job.output.shape):
         # An adapter that enlarged an embedding leaves such heads.
         rows = alignment.rows if alignment else 0
@@ -166,16 +166,15 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     copied_files(checkpoints[config_from].folder, checkpoints[tokenizer].tokenizer_folder)  # refuses links
     lent = checkpoints[config_from].config
     ranges = [source.layers for part in config.slices for source in part.sources[:1]]
-    totals: dict[torch.dtype, int] = {}
+    totals = Counter[torch.dtype]()
     for job in jobs:
         if job.output.dtype.is_floating_point:
-            totals[job.output.dtype] = totals.get(job.output.dtype, 0) + job.inputs.numel
+            totals[job.output.dtype] += job.inputs.numel
+    commonest = [str(dtype).removeprefix("torch.") for dtype, _ in totals.most_common(1)]
     with readable(f"config.json of {config_from}"):
         model_config = lent and output_config(
             lent,
-            dtype=str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
-            if totals
-            else None,
+            dtype=commonest[0] if commonest else None,
             vocab_size=alignment.rows if alignment else None,
             layer_sources=[layer for begin, end in ranges for layer in range(begin, end)] or None,
             tied=found.tied,
@@ -196,24 +195,21 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     )
 
 
-def job_of(config: MergeConfig, names: SourceNames, tensors: Tensors, reference: str) -> TensorJob:
-    """The merge of one tensor."""
-    inputs = [tensors[spec][name] for spec, name in names.all]
-    check_alike([(*place, tensor) for place, tensor in zip(names.all, inputs, strict=True)])
-    first, shape, labels = inputs[0], tuple(inputs[0].shape), tuple(spec for spec, _ in names.all)
-    values = config.values(names.output, names.depth, names.slice_index, [name for _, name in names.models])
-    if not first.dtype.is_floating_point:
-        output = OutputTensor(names.output, shape, first.dtype)
-        return TensorJob(output, None, Inputs(names.output, None, tuple(inputs), labels), values)
-    own = tensors[reference].get(names.all[0][1], first).dtype
-    dtype = getattr(torch, config.dtype) if config.dtype else torch.bfloat16 if own in FLOAT8 else own
-    base = inputs.pop(0) if names.base else None
-    return TensorJob(
-        OutputTensor(names.output, shape, dtype),
-        METHODS[config.method],
-        Inputs(names.output, base, tuple(inputs), labels, config.seed),
-        values,
-    )
+def make_jobs(config: MergeConfig, tensors: Tensors, reference: str) -> Iterator[TensorJob]:
+    """The merge of every tensor; what the config does not say of types, the reference does."""
+    for names in source_names(config, tensors, reference):
+        inputs = [tensors[spec][name] for spec, name in names.all]
+        check_alike([(*place, tensor) for place, tensor in zip(names.all, inputs, strict=True)])
+        first, own_names = inputs[0], [name for _, name in names.models]
+        values = config.values(names.output, names.depth, names.slice_index, own_names)
+        method, dtype, base = None, first.dtype, None
+        if dtype.is_floating_point:
+            method, base = METHODS[config.method], inputs.pop(0) if names.base else None
+            own = tensors[reference].get(names.all[0][1], first).dtype
+            dtype = getattr(torch, config.dtype) if config.dtype else torch.bfloat16 if own in FLOAT8 else own
+        labels = tuple(spec for spec, _ in names.all)
+        merged = Inputs(names.output, base, tuple(inputs), labels, config.seed)
+        yield TensorJob(OutputTensor(names.output, tuple(first.shape), dtype), method, merged, values)
 
 
 def _align(
