@@ -282,7 +282,7 @@ def test_what_was_flushed_is_found_again(out: Path) -> None:
     partial.close()  # b was written and not flushed
     partial.close()
     again = begun(out)
-    assert again.finished == {name: {"tensor": name, "coefficients": [0.1, 1]} for name in "ac"}
+    assert again.finished == {name: (0.1, 1) for name in "ac"}
     write(again, "b")
     again.publish()
     assert_whole(out)

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ _FLUSH_SECONDS = 2.0
 """How much work a power cut may lose: what was written is forced to the disk this often."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-Facts = dict[str, Any]
-"""A line of the journal: the tensor's name and what is known of it."""
+Coefficients = Mapping[str, tuple[float, ...]]
+"""Of tensors that are finished, how much of each model went into them; a line each in the journal."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PartialModel:
         check_output(out)
         self._files: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self._waiting: list[Facts] = []
+        self._waiting: dict[str, tuple[float, ...]] = {}
         self._flushed = time.monotonic()
         with explained(out), contextlib.ExitStack() as opened:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -139,15 +139,15 @@ class PartialModel:
                 written = os.pwrite(file, data, offset)
                 data, offset = data[written:], offset + written
 
-    def note(self, finished: Mapping[str, Sequence[float]]) -> None:
+    def note(self, finished: Coefficients) -> None:
         """Note that tensors were written, with their coefficients; flushed at once if it is time to."""
-        self._waiting += [{"tensor": name, "coefficients": list(of)} for name, of in finished.items()]
+        self._waiting |= finished
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
+            self._flushed = time.monotonic()
 
     def flush(self) -> None:
         """Wait until what was written is on the disk, and note it in the journal."""
-        self._flushed = time.monotonic()
         if not self._waiting:
             return
         with explained(self.out):
@@ -156,8 +156,8 @@ class PartialModel:
             self._journal.write(_lines(self._waiting))
             self._journal.flush()
             os.fsync(self._journal.fileno())
-        self.finished |= {line["tensor"]: line for line in self._waiting}
-        self._waiting = []
+        self.finished |= self._waiting
+        self._waiting = {}
 
     def publish(self) -> None:
         """Give the finished model, with the files put beside it in `folder`, its name."""
@@ -179,7 +179,7 @@ class PartialModel:
         self.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, Facts]:
+    def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, tuple[float, ...]]:
         """The finished tensors of an interrupted merge whose files are still there."""
         plan_file = self.root / "plan.json"
         if restart or not self.folder.is_dir() or not plan_file.exists():
@@ -189,21 +189,17 @@ class PartialModel:
             write_json(plan_file, plan)
             return {}
         if json.loads(plan_file.read_text(encoding="utf-8")) != plan:
-            message = (
-                f"an interrupted merge into {self.out} had other settings or models; repeat that one, or "
-            )
-            raise MergeError(f"{message}discard it with --restart", code="other_merge_interrupted")
-        there = [
-            shard
-            for shard in self._shards
-            if (file := self.folder / shard.file).is_file() and file.stat().st_size == shard.size
-        ]
-        whole = {name for shard in there for name in shard.places}
-        found = list(_whole_lines(self._log))
-        kept = {line["tensor"]: line for line in found if line["tensor"] in whole}
+            message = f"an interrupted merge into {self.out} had other settings or models; repeat that one, "
+            raise MergeError(f"{message}or discard it with --restart", code="other_merge_interrupted")
+        sizes = {file.name: file.stat().st_size for file in self.folder.iterdir() if file.is_file()}
+        there = {
+            name for shard in self._shards if sizes.get(shard.file) == shard.size for name in shard.places
+        }
+        found = _read_journal(self._log)
+        kept = {name: coefficients for name, coefficients in found.items() if name in there}
         if len(kept) < len(found):
             fresh = self.root / "journal.new"
-            fresh.write_bytes(_lines(kept.values()))
+            fresh.write_bytes(_lines(kept))
             os.replace(fresh, self._log)
         return kept
 
@@ -248,12 +244,14 @@ def check_output(out: Path) -> None:
         raise MergeError(found[1], code=found[0], path=str(out))
 
 
-def _lines(facts: Iterable[Facts]) -> bytes:
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in facts).encode()
+def _lines(finished: Coefficients) -> bytes:
+    lines = ({"tensor": name, "coefficients": found} for name, found in finished.items())
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
-def _whole_lines(journal: Path) -> Iterator[Facts]:
-    """The journal's lines up to the first that a kill or power cut damaged, where the journal is cut off."""
+def _read_journal(journal: Path) -> dict[str, tuple[float, ...]]:
+    """The journal up to the first line that a kill or power cut damaged, where it is cut off."""
+    found: dict[str, tuple[float, ...]] = {}
     whole = 0
     for line in journal.read_bytes().splitlines(keepends=True) if journal.exists() else ():
         try:
@@ -263,9 +261,10 @@ def _whole_lines(journal: Path) -> Iterator[Facts]:
         if not line.endswith(b"\n") or not isinstance(facts, dict):
             break
         whole += len(line)
-        yield facts
+        found[facts["tensor"]] = tuple(facts["coefficients"])
     if journal.exists():
         os.truncate(journal, whole)
+    return found
 
 
 def locked(path: Path, out: Path) -> Any:

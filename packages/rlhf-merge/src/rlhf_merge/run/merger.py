@@ -121,12 +121,12 @@ class ModelMerger:
                 merge_tensors(rest, partial.write, partial.note, threads=threads, on_bytes=on_bytes)
             finally:
                 partial.flush()
-            coefficients = {name: tuple(line["coefficients"]) for name, line in partial.finished.items()}
             with explained(out):
-                _write_small_files(plan, partial.folder, coefficients)
+                _write_small_files(plan, partial.folder, partial.finished)
                 for name, text in (files or {}).items():
                     (partial.folder / name).write_text(text, encoding="utf-8")
             partial.publish()
+            return MergeResult(out, resumed, len(plan.jobs), plan.bytes_written, partial.finished)
         except MergeError as error:
             if partial is not None and not isinstance(error, UnwrittenError):
                 partial.discard()
@@ -135,7 +135,6 @@ class ModelMerger:
             if partial is not None:
                 partial.close()
             plan.close()
-        return MergeResult(out, resumed, len(plan.jobs), plan.bytes_written, coefficients)
 
     def merge_state_dicts(self, models: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Merge models in memory.
