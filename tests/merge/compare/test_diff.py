@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raises import raises_error
 from rlhf_merge.compare.diff import ModelDifference, diff_models, difference_json, render_difference
+from rlhf_merge.methods.blocks import OnBytes
 
 UP = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -65,7 +66,12 @@ def test_threads_change_nothing_and_all_bytes_are_reported(workshop: Any) -> Non
     base, a, b = workshop.trio()
     read: list[int] = []
     totals: list[int] = []
-    alone = diff_models(base, [a, b], density=0.5, threads=1, on_total=totals.append, on_bytes=read.append)
+
+    def begin(total: int) -> OnBytes:
+        totals.append(total)
+        return read.append
+
+    alone = diff_models(base, [a, b], density=0.5, threads=1, begin=begin)
     many = diff_models(base, [a, b], density=0.5, threads=4)
     assert difference_json(alone) == difference_json(many)
     assert totals == [sum(read)] == [3 * 3 * 4 * alone.total.elements]

@@ -95,7 +95,12 @@ def test_totals_of_a_model(workshop: Any) -> None:
     spec = workshop.save("model", tensors, shards=2)
     read: list[int] = []
     totals: list[int] = []
-    found = inspect_model(spec, threads=1, on_total=totals.append, on_bytes=read.append)
+
+    def begin(total: int) -> blocks.OnBytes:
+        totals.append(total)
+        return read.append
+
+    found = inspect_model(spec, threads=1, begin=begin)
     assert totals == [sum(read)] == [found.nbytes] and found == inspect_model(spec, threads=4)
     with raises_error("invalid_value", key="threads"):
         inspect_model(spec, threads=0)

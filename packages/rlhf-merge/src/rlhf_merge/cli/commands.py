@@ -26,7 +26,7 @@ from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.config.reading import parse_yaml
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.writer import check_output
-from rlhf_merge.methods.blocks import OnBytes
+from rlhf_merge.methods.blocks import Begin, OnBytes
 from rlhf_merge.methods.families import METHODS
 from rlhf_merge.run.card import effective_weights
 from rlhf_merge.run.engine import Resources, expected_bytes
@@ -92,21 +92,16 @@ def cook_soup(
         verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") * (len(trial.members) > 1)
         _say(console, f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}")
 
-    with _progress(console, "soup") as (on_total, on_bytes):
+    with _progress(console, "soup") as begin:
         if evaluate is None:
             with closing(ModelMerger(soup.config, resources=soup.resources).plan()) as plan:
-                on_total(plan.bytes_read + plan.bytes_written)
+                on_bytes = begin(plan.bytes_read + plan.bytes_written)
             result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
             said = f"uniform soup of {len(models)} models: {result.folder}"
         else:
-
-            def on_merge(total: int) -> OnBytes:
-                on_total(total)
-                return on_bytes
-
             higher = not lower_is_better
             cooked = soup.greedy(
-                out, evaluate, higher_is_better=higher, restart=restart, on_trial=on_trial, on_merge=on_merge
+                out, evaluate, higher_is_better=higher, restart=restart, on_trial=on_trial, on_merge=begin
             )
             share = f"{len(cooked.members)} of {len(models)} models"
             said = f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}"
@@ -117,8 +112,8 @@ def show_model(model: str, *, by: Literal["layer", "tensor"], as_json: bool, thr
     """`rlhf-merge inspect`."""
     from rlhf_merge.compare.inspect import inspect_model, render_summary, summary_json
 
-    with _progress(Console(stderr=True), "reading") as (on_total, on_bytes):
-        summary = inspect_model(model, threads=threads, on_total=on_total, on_bytes=on_bytes)
+    with _progress(Console(stderr=True), "reading") as begin:
+        summary = inspect_model(model, threads=threads, begin=begin)
     if as_json:
         print(json.dumps(summary_json(summary), indent=2))
     else:
@@ -145,10 +140,8 @@ def show_difference(
         raise MergeError(message, code="too_few_models")
     if png is not None:
         check_heatmap(Path(png))
-    with _progress(Console(stderr=True), "reading") as (on_total, on_bytes):
-        difference = diff_models(
-            first, list(others), density=density, threads=threads, on_total=on_total, on_bytes=on_bytes
-        )
+    with _progress(Console(stderr=True), "reading") as begin:
+        difference = diff_models(first, list(others), density=density, threads=threads, begin=begin)
     if png is not None:
         heatmap(difference, Path(png))
     if as_json:
@@ -175,8 +168,8 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
             _print_plan(Console(quiet=options["quiet"]), merger, plan)
             return
         merger.resources.threads_for(plan)  # refused before anything is shown
-        with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
-            on_total(plan.bytes_read + plan.bytes_written)
+        with _progress(console, METHODS[config.method].title) as begin:
+            on_bytes = begin(plan.bytes_read + plan.bytes_written)
             result = merger.merge(out, restart=options["restart"], on_bytes=on_bytes, plan=plan)
     if plan.ignored:
         _say(console, f"left out: {', '.join(plan.ignored)}")
@@ -193,17 +186,18 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
-    """A bar with bytes, bytes/s and the time left: what sets its total and, from any thread, moves it."""
+def _progress(console: Console, what: str) -> Iterator[Begin]:
+    """A bar with bytes, bytes/s and the time left, which begins again with every work."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     lock, waiting = threading.Lock(), 0
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as progress:
         task = progress.add_task(what, total=None)
 
-        def on_total(count: int) -> None:
+        def begin(total: int) -> OnBytes:
             nonlocal waiting
             waiting = 0
-            progress.reset(task, total=count)
+            progress.reset(task, total=total)
+            return on_bytes
 
         def on_bytes(count: int) -> None:
             nonlocal waiting
@@ -214,7 +208,7 @@ def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
                 moved, waiting = waiting, 0
             progress.advance(task, moved)
 
-        yield on_total, on_bytes
+        yield begin
         progress.advance(task, waiting)
 
 

@@ -16,7 +16,7 @@ from rlhf_merge.compare.kinds import EMBEDDING, Place, ordered_kinds, ordered_ro
 from rlhf_merge.compare.measures import Measures, measure, passes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
-from rlhf_merge.methods.blocks import Inputs, OnBytes, Readable, Spaces, map_tensors, piece
+from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Readable, Spaces, map_tensors, piece
 from rlhf_merge.names import is_vocabulary_tensor, missing, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
 from rlhf_merge.text import number_text, plain, share_text, short_names, table
@@ -111,15 +111,13 @@ def diff_models(
     *,
     density: float | None = None,
     threads: int | None = None,
-    on_total: Callable[[int], None] = lambda count: None,
-    on_bytes: OnBytes | None = None,
+    begin: Begin | None = None,
 ) -> ModelDifference:
     """Compare models with a base, and their task vectors with each other.
 
     Buffers are left out. Where vocabularies have different numbers of rows, the first ones, which all models
     have, are compared, and the result says so. With a density, in (0, 1], the signs compared are those of so
-    large a share of every task vector's elements, the largest of each tensor. `on_total` is called once,
-    before anything is read, with the bytes that will be.
+    large a share of every task vector's elements, the largest of each tensor.
     """
     if not others:
         raise MergeError("a comparison needs a model beside the base; name one", code="too_few_models")
@@ -137,7 +135,8 @@ def diff_models(
             first, *models = (tensor for *_, tensor in found)
             inputs = Inputs(name, first, tuple(models), (base, *others))
             (floating if first.dtype.is_floating_point else integers).append(inputs)
-        on_total(sum(inputs.nbytes * passes(inputs.arithmetic, density) for inputs in floating))
+        total = sum(inputs.nbytes * passes(inputs.arithmetic, density) for inputs in floating)
+        on_bytes = begin(total) if begin else None
 
         def work(inputs: Inputs, spaces: Spaces, on_read: OnBytes) -> Measures:
             return measure(replace(inputs, on_read=on_read), spaces(inputs.arithmetic), density)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from rlhf_merge.compare.kinds import EMBEDDING, HEAD, NORM, OTHER, Place, ordere
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.config_json import tied
-from rlhf_merge.methods.blocks import Inputs, OnBytes, Spaces, map_tensors
+from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Spaces, map_tensors
 from rlhf_merge.names import vocabulary_rows
 from rlhf_merge.run.matching import is_buffer
 from rlhf_merge.text import bytes_text, count_text, number_text, plain, share_text, table
@@ -136,18 +136,12 @@ class ModelSummary:
         return tuple(tensor for tensor in self.tensors if tensor.statistics.nan or tensor.statistics.inf)
 
 
-def inspect_model(
-    spec: str,
-    *,
-    threads: int | None = None,
-    on_total: Callable[[int], None] = lambda count: None,
-    on_bytes: OnBytes | None = None,
-) -> ModelSummary:
+def inspect_model(spec: str, *, threads: int | None = None, begin: Begin | None = None) -> ModelSummary:
     """Read a whole model once, and say what is in it."""
     with open_checkpoint(spec) as checkpoint:
         places = place_tensors(checkpoint.tensors)
         items = [Inputs(name, None, (tensor,)) for name, tensor in checkpoint.tensors.items()]
-        on_total(sum(item.nbytes for item in items))
+        on_bytes = begin(sum(item.nbytes for item in items)) if begin else None
         statistics = map_tensors(_statistics, items, threads=threads, on_bytes=on_bytes)
         summaries = [
             TensorSummary(

@@ -27,6 +27,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 OnBytes = Callable[[int], None]
 """Called with the number of bytes read or written; may be called from several threads."""
+Begin = Callable[[int], OnBytes]
+"""Called with the bytes of some work as it begins; what it returns is called with the bytes that are done."""
 Spaces = Callable[[torch.dtype], "Workspace"]
 """The buffers of the calling thread for a type of the arithmetic."""
 

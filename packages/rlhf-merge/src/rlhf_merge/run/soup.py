@@ -17,7 +17,7 @@ from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.writer import check_output, explained, locked, write_json
-from rlhf_merge.methods.blocks import OnBytes
+from rlhf_merge.methods.blocks import Begin, OnBytes
 from rlhf_merge.run.engine import Resources
 from rlhf_merge.run.matching import uneven
 from rlhf_merge.run.merger import MergeResult, ModelMerger
@@ -25,7 +25,7 @@ from rlhf_merge.run.merger import MergeResult, ModelMerger
 Evaluate = Callable[[Path], float]
 """Scores the model in a folder."""
 
-OnMerge = Callable[[int], OnBytes]
+OnMerge = Begin
 """Called with the bytes of a merge as it begins; what it returns is called with the bytes that are done."""
 
 
