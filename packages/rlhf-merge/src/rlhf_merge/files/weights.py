@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,30 +84,25 @@ class OpenFile:
         self._closed()
 
 
+@dataclass(eq=False)
 class FileTensor:
     """A tensor in a file, from byte `begin` on, with strides where it is not contiguous; see `Readable`."""
 
-    row_length = 1
-
-    def __init__(
-        self,
-        file: OpenFile,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        begin: int,
-        strides: tuple[int, ...] | None = None,
-    ) -> None:
-        self._file, self._begin, self._strides = file, begin, strides
-        self.dtype, self.shape = dtype, shape
+    file: OpenFile
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    strides: tuple[int, ...] | None = None
+    row_length: int = 1
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """See `Readable.read`."""
         if start == stop:
             return
-        if self._strides is not None:
-            out.copy_(self._strided(start, stop, self._strides))
+        if self.strides is not None:
+            out.copy_(self._strided(start, stop, self.strides))
         elif out.dtype == self.dtype and out.is_contiguous():
-            self._file.read(self._begin + start * self.dtype.itemsize, out)
+            self.file.read(self.begin + start * self.dtype.itemsize, out)
         else:
             out.copy_(self._numbers(start, stop - start))
 
@@ -116,7 +112,7 @@ class FileTensor:
         buffer = getattr(_scratch, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = _scratch.buffer = torch.empty(size, dtype=torch.uint8)
-        self._file.read(self._begin + first * self.dtype.itemsize, buffer[:size])
+        self.file.read(self.begin + first * self.dtype.itemsize, buffer[:size])
         return buffer[:size].view(self.dtype)
 
     def _strided(self, start: int, stop: int, strides: tuple[int, ...]) -> Tensor:
