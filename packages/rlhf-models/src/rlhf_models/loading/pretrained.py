@@ -78,9 +78,8 @@ def load_causal_lm(
             values come with `rlhf_models.loading.shards.fill_deferred`; every process must call it.
 
     Raises:
-        UserError: the folder is missing or lacks config or weights, the hub name is neither cached nor
-            reachable, the files cannot be read, both quantisations are requested, bitsandbytes is missing,
-            or the architecture cannot score packed streams.
+        UserError: the folder is missing or lacks files, the hub name cannot be reached, files cannot be read,
+            a quantisation cannot be had (see `quantization_config`), or packed streams cannot be scored.
     """
     check_language_model(name_or_path)
     model = load_model(
@@ -154,9 +153,9 @@ def read_model(
         "config": load_config(name_or_path) if config is None else config,
     }
     options["adapter_kwargs"] = {"local_files_only": True}  # else each load asks the hub for an adapter
-    load: Any = auto_class.from_pretrained
+    load: Any = partial(load_shards, auto_class) if sharded else auto_class.from_pretrained
     if sharded:
-        load = partial(load_shards, auto_class, quantization=quantization)
+        options["quantization"] = quantization
     elif quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
