@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
+import xgrammar
 
 from raises import raises_error
 from rlhf_infer import Constraint, ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines.constraints import check_schema
+from rlhf_infer.vllm.settings import request_fields
 from rlhf_models import build_tiny_llama
 
 HI = {"type": "const_string", "value": "hi"}
@@ -48,6 +51,31 @@ def test_completions_follow_a_schema(engine: TransformersEngine, schema: Any, te
     params = SamplingParams(200, temperature, top_p=0.9, frequency_penalty=0.5, constraint=constraint)
     for text in texts(engine, params):
         assert jsonschema_rs.is_valid(schema, json.loads(text)), text
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: next(iter(schema)))
+def test_vllm_allows_what_our_engine_allows(engine: TransformersEngine, schema: Any) -> None:
+    """As vLLM compiles what it gets: at every step of completions the same tokens are allowed."""
+    constraint = Constraint("json_schema", json.dumps(schema))
+    fields = request_fields(SamplingParams(8, constraint=constraint), engine.eos_token_ids)
+    [(kind, text)] = fields["structured_outputs"].items()
+    info = xgrammar.TokenizerInfo.from_huggingface(
+        engine.tokenizer, vocab_size=engine.vocab_size, stop_token_ids=engine.eos_token_ids
+    )
+    theirs = getattr(xgrammar.GrammarCompiler(info), f"compile_{kind}")(text)
+    pair = [xgrammar.GrammarMatcher(grammar) for grammar in (engine.compile(constraint), theirs)]
+    bits = xgrammar.allocate_token_bitmask(2, engine.vocab_size)
+    draw = random.Random(0)
+    for _ in range(200):
+        for row, matcher in enumerate(pair):
+            matcher.fill_next_token_bitmask(bits, row)
+        assert torch.equal(bits[0], bits[1])
+        allowed = [i for i in range(engine.vocab_size) if bits[0, i // 32] >> i % 32 & 1]
+        token = draw.choice([i for i in allowed if engine.tokenizer.decode([i]).isspace()] or allowed)
+        assert [matcher.accept_token(token) for matcher in pair] == [True, True]
+        if pair[0].is_terminated():
+            break
+    assert [matcher.is_terminated() for matcher in pair] == [True, True]
 
 
 @pytest.mark.parametrize(

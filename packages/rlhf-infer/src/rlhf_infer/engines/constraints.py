@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,14 +84,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise UserError(
-                "completions of a given form need xgrammar: pip install 'rlhf-infer[grammar]'",
-                code="missing_package",
-            ) from error
-
+        xgrammar = _xgrammar()
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=list(ends)
         )
@@ -102,30 +96,65 @@ class Grammars:
         Raises:
             UserError: it is malformed or too long, or asks for what is not enforced.
         """
-        name = constraint.kind.replace("_", " ")
-        _check_length(name, constraint)
-        try:
+        _check_length(constraint)
+        with _refusing(constraint):
             if constraint.kind == "json_schema":
-                check_schema(json.loads(constraint.value))
-                return self._compiler.compile_json_schema(
-                    constraint.value, strict_mode=False, max_whitespace_cnt=_MOST_BLANKS
-                )
+                return self._compiler.compile_grammar(_schema_grammar(constraint.value))
             if constraint.kind == "choice":
                 return self._compiler.compile_grammar(_choice_grammar(json.loads(constraint.value)))
             return getattr(self._compiler, f"compile_{constraint.kind}")(constraint.value)
-        except UserError:
-            raise
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = str(error).rpartition(".cc:")[2].partition(" ")[2] or str(error)
-            raise UserError(
-                f"the {name} cannot be used: {reason.strip()[:_REASON]}",
-                code="invalid_grammar",
-                kind=constraint.kind,
-            ) from error
 
 
-def _check_length(name: str, constraint: Constraint) -> None:
+def schema_as_grammar(constraint: Constraint) -> str:
+    """The text of the grammar that a JSON schema is compiled to, for engines that take grammars.
+
+    Raises:
+        UserError: as of `Grammars` and `Grammars.compile`.
+    """
+    _check_length(constraint)
+    with _refusing(constraint):
+        return str(_schema_grammar(constraint.value))
+
+
+def _xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise UserError(
+            "completions of a given form need xgrammar: pip install 'rlhf-infer[grammar]'",
+            code="missing_package",
+        ) from error
+    return xgrammar
+
+
+def _schema_grammar(schema: str) -> Any:
+    check_schema(json.loads(schema))
+    return _xgrammar().Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MOST_BLANKS)
+
+
+@contextmanager
+def _refusing(constraint: Constraint) -> Iterator[None]:
+    """Make what xgrammar raises a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).rpartition(".cc:")[2].partition(" ")[2] or str(error)
+        raise UserError(
+            f"the {_name(constraint)} cannot be used: {reason.strip()[:_REASON]}",
+            code="invalid_grammar",
+            kind=constraint.kind,
+        ) from error
+
+
+def _name(constraint: Constraint) -> str:
+    return constraint.kind.replace("_", " ")
+
+
+def _check_length(constraint: Constraint) -> None:
     """Refuse what would compile for long."""
+    name = _name(constraint)
     limit = _LONGEST.get(constraint.kind, _LONGEST_OTHER)
     if len(constraint.value) > limit:
         raise UserError(

@@ -13,7 +13,7 @@ from pydantic import Field
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf_data import BaseConfig, UserError
-from rlhf_infer.engines.constraints import Constraint
+from rlhf_infer.engines.constraints import Constraint, schema_as_grammar
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 
 INSTALL = 'vLLM is not installed; run `pip install "rlhf-infer[vllm]"`, or use the transformers engine'
@@ -177,9 +177,12 @@ def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict
 
 
 def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """A constraint in vLLM's words."""
-    name = "json" if constraint.kind == "json_schema" else constraint.kind
-    return {name: json.loads(constraint.value) if name == "choice" else constraint.value}
+    """A constraint in vLLM's words; a schema as our engine's grammar, since vLLM bounds no blanks."""
+    if constraint.kind == "json_schema":
+        return {"grammar": schema_as_grammar(constraint)}
+    if constraint.kind == "choice":
+        return {"choice": json.loads(constraint.value)}
+    return {constraint.kind: constraint.value}
 
 
 def engine_request(fields: dict[str, Any]) -> Any:
