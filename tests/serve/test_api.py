@@ -315,5 +315,5 @@ def test_bad_requests_are_told_why(server: Any, fields: dict[str, Any], param: s
 
 def test_a_wrong_token_id_is_told_as_one(server: Any) -> None:
     status, body, _ = server.fetch("/v1/completions", {"model": MODEL, "prompt": [-1]})
-    assert status == 400 and body["error"]["param"] == "prompt.0"
-    assert "greater than or equal to 0" in body["error"]["message"]
+    assert status == 400 and body["error"]["param"] == "prompt"
+    assert body["error"]["code"] == "unknown_token" and "token id" in body["error"]["message"]

@@ -36,7 +36,13 @@ def test_tokens_that_the_model_lacks_are_refused_with_a_code(
         {"logit_bias": {str(image): 5}},
         {"stop_token_ids": [image]},
         {"prompt": [5, image]},
+        {"prompt": [-1, 5]},
+        {"prompt": [[5], [2**70]]},
+        {"stop_token_ids": [-5]},
+        {"stop_token_ids": [2**70]},
     ):
         assert refusal(**fields) == (400, "unknown_token", next(iter(fields)))
     assert refusal(stop=[""])[1] is None
+    status, answer, _ = server.fetch("/detokenize", {"tokens": [-1]})
+    assert (status, answer["error"]["code"]) == (400, "unknown_token")
     assert server.fetch("/v1/completions", BODY | {"prompt": "so <image>"})[0] == 200  # a text is no token

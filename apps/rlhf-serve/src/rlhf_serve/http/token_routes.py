@@ -51,7 +51,7 @@ def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
         if body.model is not None:
             served.check_model(body.model)
         vocabulary = len(texts.tokenizer)
-        if any(token >= vocabulary for token in body.tokens):
+        if not all(0 <= token < vocabulary for token in body.tokens):
             raise unknown_token(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")
         text = await in_thread(request, partial(texts.decode, body.tokens, special=True))
         return JSONResponse({"prompt": text})

@@ -143,7 +143,7 @@ def completion_requests(
         if isinstance(prompt, str):
             text, ids = prompt, service.texts.prompt_ids(prompt)
         else:
-            if any(token >= vocabulary for token in prompt):
+            if not all(0 <= token < vocabulary for token in prompt):
                 raise unknown_token(f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt")
             text, ids = service.texts.decode(prompt), prompt
         requests.append(_request(body, _Prompt(text, ids, columns), asked, settings, service))

@@ -78,7 +78,7 @@ def _stops(body: Generation) -> tuple[str, ...]:
 
 def _ends(body: Generation, vocabulary: int) -> tuple[int, ...]:
     ends = tuple(dict.fromkeys(body.stop_token_ids or ()))
-    if any(token >= vocabulary for token in ends):
+    if not all(0 <= token < vocabulary for token in ends):
         raise unknown_token(
             f"stop_token_ids has a token outside the vocabulary of {vocabulary}", "stop_token_ids"
         )

@@ -54,7 +54,8 @@ def _check_texts(value: Any) -> None:
 
 
 _INT64 = (1 << 63) - 1
-TokenId = Annotated[StrictInt, Field(ge=0, le=_INT64)]
+# What is no token at all is refused with those that the model lacks, where its vocabulary is known.
+TokenId = Annotated[StrictInt, Field(json_schema_extra={"minimum": 0})]
 Utf8 = Annotated[str, AfterValidator(_encodable)]
 # A list of a million wrong items is one error, not a million.
 Utf8s = Annotated[list[Utf8], Field(fail_fast=True)]
