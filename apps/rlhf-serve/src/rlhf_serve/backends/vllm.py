@@ -33,6 +33,7 @@ from rlhf_infer.vllm.settings import (
     sample_seeds,
     set_environment,
 )
+from rlhf_infer.vllm.starting import not_started
 from rlhf_infer.vllm.worker import platform_arguments
 from rlhf_models import PolicyModel, is_adapter, load_tokenizer
 from rlhf_serve.backends.protocol import Draw
@@ -75,7 +76,7 @@ class VLLMBackend:
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"vLLM cannot start with {model}: {error}", code="engine_not_started") from error
+            raise not_started(model, error) from error
         return cls(engine, tokenizer, end_token_ids(model, tokenizer), folder)
 
     @property

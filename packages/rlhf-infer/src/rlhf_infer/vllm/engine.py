@@ -31,6 +31,7 @@ from rlhf_infer.vllm.settings import (
 )
 from rlhf_infer.vllm.signals_held import SignalsHeld
 from rlhf_infer.vllm.stall_watch import StallWatch
+from rlhf_infer.vllm.starting import not_started
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_infer.vllm.worker import platform_arguments
 
@@ -226,7 +227,7 @@ def _start(model: str, settings: VLLMSettings) -> Any:
     try:
         llm = LLM(model, worker_extension_cls="rlhf_infer.vllm.worker.WorkerExtension", **arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"vLLM cannot start with {model}: {error}", code="engine_not_started") from error
+        raise not_started(model, error) from error
     llm.collective_rpc("return_exact_logps")
     return llm
 

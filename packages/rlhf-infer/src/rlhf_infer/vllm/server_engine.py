@@ -94,8 +94,13 @@ class VLLMServerEngine:
             self._wait()
         try:
             self._learn()
-        except (ServerLost, ServerRefused, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the server at {self.url} cannot be used as a vLLM server: {error!r}") from error
+        except (ServerLost, ServerRefused) as error:
+            raise UserError(f"the server at {self.url} cannot be used as a vLLM server: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the server at {self.url} is none of vLLM's: it answers /v1/models otherwise; give the "
+                "address of a vLLM server"
+            ) from error
         self._temporary = sync_folder is None
         self._sync_folder = Path(sync_folder or tempfile.mkdtemp(prefix="rlhf-sync-")).resolve()
 

@@ -1,0 +1,46 @@
+"""What is known before vLLM starts, and why it did not, in one sentence."""
+
+from __future__ import annotations
+
+import re
+
+from rlhf_data import UserError
+from rlhf_infer.vllm.settings import VLLMSettings
+from rlhf_models import generation_length, load_config
+
+_REASON = 300
+"""Characters of vLLM's reason that a message shows."""
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+_TOO_LONG = re.compile(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)")
+_MEMORY = re.compile(r"\((\S+/\S+ GiB)\) on startup is less than desired .*?\((\S+), (\S+ GiB)\)")
+
+
+def known_length(model: str, settings: VLLMSettings) -> int | None:
+    """The longest prompt and completion together, as far as it is certain without vLLM; else None."""
+    if {"max_model_len", "hf_overrides"} & settings.options.keys():
+        return None
+    if settings.max_model_len is not None:
+        return settings.max_model_len
+    config = load_config(model)
+    # Of some kinds of rotary positions vLLM multiplies the context by a factor.
+    rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    return None if "factor" in repr(rotary) else generation_length(config)
+
+
+def not_started(model: str, error: Exception) -> UserError:
+    """What vLLM raised when it was started, as a sentence that names our settings."""
+    return UserError(f"vLLM cannot start with {model}: {_reason(str(error))}", code="engine_not_started")
+
+
+def _reason(text: str) -> str:
+    if found := _UNKNOWN.search(text):
+        return f"it has no engine argument {found[1]}; correct the name in its options (vllm_options)"
+    if found := _TOO_LONG.search(text):
+        return f"max_model_len is {found[1]}, and the model's context {found[2]} tokens; lower it"
+    if found := _MEMORY.search(text):
+        return (
+            f"gpu_memory_utilization {found[2]} asks for {found[3]} of memory, {found[1]} are free; lower "
+            "it, or free memory"
+        )
+    _, mark, invalid = text.partition("Value error, ")  # pydantic's, on further lines
+    return (invalid if mark else text).strip().partition("\n")[0].partition(" [type=")[0][:_REASON]
