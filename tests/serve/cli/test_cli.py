@@ -94,6 +94,14 @@ def test_a_port_that_is_taken_is_told_before_torch_is_loaded() -> None:
     assert status == 2 and f"port {port} cannot be listened on" in said
 
 
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_a_draft_model_that_is_nowhere(folders: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_serve.cli.load.check_backend", lambda settings: None)  # as if vLLM were there
+    options = ["--backend", backend, "--model", str(folders / "policy"), "--draft-model", "./nosuch"]
+    output = refused("--port", "0", *options)
+    assert "nosuch" in output and "vLLM" not in output
+
+
 def test_vllm_that_is_missing(folders: Path) -> None:
     if find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import RewardFunctions, load_scorer
+from rlhf_models import check_available
 from rlhf_serve.backends.transformers import check_backend, load_backend
 from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.scoring_queue import Scoring, reads_messages
@@ -63,6 +64,8 @@ def load(
 def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: Any = None) -> Parts:
     """The names that the settings give, the demonstration's where they give none, and the rewards."""
     check_backend(settings)
+    for named in filter(None, (settings.model, settings.draft_model)):
+        check_available(named)
     model, lines, examples, name = settings.model, list(settings.reward), (), ""
     template = _template(settings.chat_template)
     if model is None:
