@@ -35,7 +35,7 @@ def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True
 def test_a_tokenizer_of_another_model_is_refused(rows: Path, tmp_path: Path) -> None:
     tokenizer = train_byte_tokenizer(["mary went to the kitchen"], vocab_size=300)
     save_model(tiny_model("llama", vocab_size=len(tokenizer) - 1), tokenizer, tmp_path / "policy")
-    result = run(tmp_path, rows, tmp_path / "out.jsonl", reward=False)
+    result = run(tmp_path, rows, tmp_path / "out.jsonl", "--selection", "majority", reward=False)
     assert result.exit_code == 2 and "embeddings" in result.stderr and not (tmp_path / "out.jsonl").exists()
 
 
@@ -104,6 +104,30 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     assert (output.read_text(), foreign.read_text()) == (before, "mine\n")
     again = run(folders, rows, output, "--overwrite", "--temperature", "0.5")
     assert again.exit_code == 0 and len(read_lines(output)) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--temperature", "0"), "all n=4 samples of a prompt are the same"),
+        (("--temperature", "0.001"), "vLLM samples at temperatures from 0.01"),
+        (("--max-tokens", "100000"), "row 1: the prompt has"),
+        (("--set", "max_model_len=40", "--max-tokens", "9"), "row 2: the prompt has"),
+        (("--search", "beam", "--temperature", "0.001"), "vLLM samples at temperatures from 0.01"),
+        (("--search", "mcts", "--temperature", "0"), "all steps drawn after a path are the same"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused_before_it_starts(
+    folders: Path, tmp_path: Path, options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_serve.cli.load.check_backend", lambda settings: None)  # as if vLLM were there
+    rows = tmp_path / "long.jsonl"
+    rows.write_text('{"prompt": "where"}\n' + json.dumps({"prompt": "where is mary ? " * 20}))
+    command = ["generate", "--input", str(rows), "--output", str(tmp_path / "out.jsonl"), "--backend", "vllm"]
+    command += ["--model", str(folders / "policy"), "--reward-model", str(folders / "reward"), *options]
+    command += [] if "--search" in options else ["--n", "4"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and says in result.stderr, result.stderr
 
 
 def test_the_input_is_not_the_output(folders: Path, rows: Path, tmp_path: Path) -> None:

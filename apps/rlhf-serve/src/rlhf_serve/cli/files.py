@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_data import PromptRecord, UserError, read_rows, record_rows
-from rlhf_infer import SamplingParams
+from rlhf_data import Encoder, PromptRecord, UserError, read_rows, record_rows
+from rlhf_infer import SamplingParams, VLLMSettings
 from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.load import Parts
 from rlhf_serve.service.tokenization import give_template
@@ -26,15 +26,23 @@ def prompt_rows(settings: RowsSettings) -> list[dict[str, Any]]:
     return found
 
 
-def open_engine(settings: FileSettings, parts: Parts) -> tuple[Any, Callable[[], None]]:
-    """The engine, whose tokenizer has the chat template, and the function that closes it."""
+def open_engine(
+    settings: FileSettings, parts: Parts, rows: Sequence[dict[str, Any]], done: int
+) -> tuple[Any, Callable[[], None]]:
+    """The engine, whose tokenizer has the chat template, and the function that closes it.
+
+    Before vLLM starts, which takes a minute, what it would refuse is looked for in the rows after `done`.
+    """
     if wants_vllm(settings):
         from rlhf_infer import VLLMEngine
         from rlhf_models import load_tokenizer
         from rlhf_serve.backends.vllm import full_model, vllm_settings
 
         folder, temporary = full_model(parts.model)
-        engine: Any = VLLMEngine(folder, load_tokenizer(folder), vllm_settings(settings))
+        tokenizer, vllm = load_tokenizer(folder), vllm_settings(settings)
+        give_template(tokenizer, parts.chat_template)
+        _check_for_vllm(settings, vllm, folder, tokenizer, rows, done)
+        engine: Any = VLLMEngine(folder, tokenizer, vllm)
 
         def close() -> None:
             engine.close()
@@ -43,8 +51,33 @@ def open_engine(settings: FileSettings, parts: Parts) -> tuple[Any, Callable[[],
     else:
         engine = load_engine(settings, parts.model)
         close = engine.close
-    give_template(engine.tokenizer, parts.chat_template)
+        give_template(engine.tokenizer, parts.chat_template)
     return engine, close
+
+
+def _check_for_vllm(
+    settings: FileSettings,
+    vllm: VLLMSettings,
+    model: str,
+    tokenizer: Any,
+    rows: Sequence[dict[str, Any]],
+    done: int,
+) -> None:
+    """Refuse a temperature and prompts that vLLM would refuse."""
+    from rlhf_infer.vllm.settings import check_requests
+    from rlhf_infer.vllm.starting import known_length
+
+    check_requests((), sampling_params(settings), 0)
+    limit, encoder = known_length(model, vllm), Encoder(tokenizer)
+    for number, row in enumerate(rows[done:], done + 1):
+        length = len(encoder.prompt(row["prompt"]))
+        if limit is not None and length + settings.max_tokens > limit:
+            raise UserError(
+                f"{settings.input_path}, row {number}: the prompt has {length} tokens and max_tokens is "
+                f"{settings.max_tokens}, together more than the {limit} of the model's context or "
+                "max_model_len; shorten the prompt or lower max_tokens",
+                code="context_too_short",
+            )
 
 
 def sampling_params(settings: FileSettings) -> SamplingParams:

@@ -15,9 +15,10 @@ from rlhf_infer import (
     check_columns,
     extractor,
 )
+from rlhf_infer.sampling.best_of_n import check_best_of_n
 from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.cli.display import Display
-from rlhf_serve.cli.files import open_engine, sampling_params
+from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import Parts, load_parts
 from rlhf_serve.cli.output import Work, write_rows
 from rlhf_serve.cli.search import TreeSampler, check_search, is_by_tree, tree_sampler
@@ -29,10 +30,11 @@ Sampler = BestOfNSampler | TreeSampler
 def generate(settings: BatchSettings) -> None:
     """Write the best completion of every prompt, after those that the output has already."""
     check_search(settings)
+    prompts = prompt_rows(settings)
 
     def load(display: Display, done: int) -> tuple[Work, Callable[[], None]]:
         parts = load_parts(settings, display.say, display.building)
-        sampler, close = _sampler(settings, parts, done)
+        sampler, close = _sampler(settings, parts, prompts, done)
 
         def work(
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
@@ -46,28 +48,27 @@ def generate(settings: BatchSettings) -> None:
 
         return work, close
 
-    costs = write_rows(settings, load)
+    costs = write_rows(settings, load, rows=prompts)
     if costs:
         Display().say(_summary(costs, settings))
 
 
-def _sampler(settings: BatchSettings, parts: Parts, done: int) -> tuple[Sampler, Any]:
-    """The sampler, and the function that closes it."""
+def _sampler(
+    settings: BatchSettings, parts: Parts, rows: Sequence[dict[str, Any]], done: int
+) -> tuple[Sampler, Any]:
+    """The sampler, and the function that closes it; its settings are checked before the engine is loaded."""
     if is_by_tree(settings):
-        return tree_sampler(settings, parts, done)
-    adaptive = _adaptive(settings)
-    engine, close = open_engine(settings, parts)
-    sampler = BestOfNSampler(
-        engine,
-        parts.rewards,
-        engine.tokenizer,
-        n=settings.n if settings.budget is None else settings.budget,
-        params=sampling_params(settings),
-        selection=settings.selection,
-        extract=extractor(settings.answer) if settings.selection in VOTES else None,
-        adaptive=adaptive,
-    )
-    return sampler, close
+        return tree_sampler(settings, parts, rows, done)
+    options: dict[str, Any] = {
+        "n": settings.n if settings.budget is None else settings.budget,
+        "params": sampling_params(settings),
+        "selection": settings.selection,
+        "extract": extractor(settings.answer) if settings.selection in VOTES else None,
+        "adaptive": _adaptive(settings),
+    }
+    check_best_of_n(scorer=parts.rewards, **options)
+    engine, close = open_engine(settings, parts, rows, done)
+    return BestOfNSampler(engine, parts.rewards, engine.tokenizer, **options), close
 
 
 def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComputeAllocator | None:

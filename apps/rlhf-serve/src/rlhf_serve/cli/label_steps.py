@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_data import UserError, atomic_write_json
 from rlhf_infer import StepLabeller, check_columns
 from rlhf_serve.cli.display import Display
-from rlhf_serve.cli.files import open_engine, sampling_params
+from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import load_parts
 from rlhf_serve.cli.output import Output, Work, write_rows
 from rlhf_serve.settings import LabelSettings
@@ -19,16 +19,16 @@ def label_steps(settings: LabelSettings) -> None:
     """Write labelled solutions of every prompt, after those of the prompts that are done."""
     _check(settings)
     labellers: list[StepLabeller] = []
+    prompts = prompt_rows(settings)
 
     def load(display: Display, done: int) -> tuple[Work, Callable[[], None]]:
-        del done
         parts = load_parts(settings, display.say, display.building)
-        engine, close = open_engine(settings, parts)
+        engine, close = open_engine(settings, parts, prompts, done)
         params = sampling_params(settings)
         labellers.append(StepLabeller(engine, parts.rewards, engine.tokenizer, params, settings.labels))
         return partial(_labelled, labellers[0], parts.rewards), close
 
-    found = write_rows(settings, load, _Labels)
+    found = write_rows(settings, load, _Labels, prompts)
     if found:
         solutions = [each for group in found for each in group]
         labels = [label for each in solutions for label in each.labels]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_data import Text, UserError
 from rlhf_infer import SearchSettings, SearchTree, Selected, TreeSearch, extractor, read_trees, write_trees
+from rlhf_infer.search.checks import check_search_settings
 from rlhf_serve.cli.files import open_engine, sampling_params
 from rlhf_serve.cli.load import Parts
 from rlhf_serve.cli.output import check_writable
@@ -127,15 +128,18 @@ class TreeSampler:
         return [result.selected for result in results]
 
 
-def tree_sampler(settings: BatchSettings, parts: Parts, done: int) -> tuple[TreeSampler, Callable[[], None]]:
+def tree_sampler(
+    settings: BatchSettings, parts: Parts, rows: Sequence[dict[str, Any]], done: int
+) -> tuple[TreeSampler, Callable[[], None]]:
     """The sampler, and the function that closes its engine; `done` rows of the output are there."""
     assert settings.search is not None
     chosen = settings.search.model_copy(update={"selection": settings.selection})
     file = None if settings.search_tree is None else TreeFile(settings.search_tree, done)
     extract = extractor(settings.answer) if settings.selection != "best" else None
-    engine, close = open_engine(settings, parts)
+    params = sampling_params(settings)
+    check_search_settings(chosen, params, extract)
+    engine, close = open_engine(settings, parts, rows, done)
     try:
-        params = sampling_params(settings)
         search = TreeSearch(engine, parts.rewards, engine.tokenizer, chosen, params, extract=extract)
     except UserError:
         close()

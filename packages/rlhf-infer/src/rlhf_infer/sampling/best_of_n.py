@@ -57,7 +57,7 @@ class BestOfNSampler:
         extract: Extract | None = None,
         adaptive: ConfidenceBasedStopping | AdaptiveComputeAllocator | None = None,
     ) -> None:
-        _check(n, params, selection, scorer, extract, adaptive)
+        check_best_of_n(n, params, selection, scorer, extract, adaptive)
         self.engine, self.tokenizer = engine, tokenizer
         self.scorer = _reward_functions(scorer)
         self.n, self.params, self.adaptive = n, params, adaptive
@@ -158,7 +158,7 @@ def _reward_functions(
     return RewardFunctions(list(scorer) if isinstance(scorer, Sequence) else [scorer])
 
 
-def _check(
+def check_best_of_n(
     n: int,
     params: SamplingParams,
     selection: str,
@@ -166,6 +166,11 @@ def _check(
     extract: Extract | None,
     adaptive: ConfidenceBasedStopping | AdaptiveComputeAllocator | None,
 ) -> None:
+    """Refuse settings of `BestOfNSampler` that do not go together.
+
+    Raises:
+        UserError: they do not.
+    """
     check_selection(selection)
     if n < 1:
         raise UserError(f"n is {n}; expected at least 1 sample of a prompt", code="invalid_value", key="n")
