@@ -73,7 +73,7 @@ class ModelSettings(BaseConfig):
     backend: Literal["auto", "transformers", "vllm"] = "auto"
     """Generation engine; `auto` is vLLM if it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights."""
+    """Of the weights; `auto` is as stored, with vLLM half precision where that is float32."""
     draft_model: str | None = None
     """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
     draft: Literal["ngram", "layers"] | None = None

@@ -56,7 +56,9 @@ def _model_options(*, several: bool = True) -> list[Decorator]:
         ),
         click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
         click.option(
-            "--dtype", type=click.Choice(_DTYPES), help="Dtype of the weights.  [default: as stored]"
+            "--dtype",
+            type=click.Choice(_DTYPES),
+            help="Dtype of the weights.  [default: as stored; with vLLM half precision for float32]",
         ),
         click.option("--device", metavar="DEVICE", help="Device of the models.  [default: the GPU, if any]"),
         click.option("--chat-template", metavar="FILE", help="Chat template for a tokenizer without one."),
