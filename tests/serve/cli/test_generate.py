@@ -106,6 +106,14 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     assert again.exit_code == 0 and len(read_lines(output)) == 8
 
 
+def test_a_prompt_that_is_too_long_is_named_by_its_row(folders: Path, rows: Path, tmp_path: Path) -> None:
+    lines = rows.read_text().splitlines()
+    lines[3] = json.dumps({"prompt": "where is mary ? " * 2000})
+    rows.write_text("\n".join(lines))
+    result = run(folders, rows, tmp_path / "out.jsonl")
+    assert result.exit_code == 2 and f"{rows}, row 4: the prompt of " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ NOT_COMPARED = (
     "search_tree",
 )
 """Settings that change no row."""
+_PROMPT = re.compile(r"prompt (\d+)\b")
 Work = Callable[[Sequence[dict[str, Any]], dict[str, list[Any]]], list[tuple[list[dict[str, Any]], Any]]]
 """The rows to write for each row of a batch, and what is known of it, such as its cost; from the rows, and
 their columns other than the prompt."""
@@ -65,8 +67,8 @@ def write_rows(
             try:
                 made = work(batch, columns)
             except UserError as error:
-                where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"
-                raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
+                text = f"{settings.input_path}, {_where(str(error), start, len(batch))}"
+                raise UserError(text, code=error.code, **error.fields) from error
             output.add([line for lines, _ in made for line in lines], start + len(batch))
             found += [each for _, each in made]
             display.step(output.unit, start + len(batch), len(rows))
@@ -74,6 +76,14 @@ def write_rows(
         display.finish()
         close()
     return found
+
+
+def _where(message: str, start: int, count: int) -> str:
+    """The message with its rows; a prompt that it names by its place in the batch is a row."""
+    named = _PROMPT.match(message)
+    if named is None:
+        return f"rows {start + 1} to {start + count}: {message}"
+    return f"row {start + int(named[1]) + 1}: the prompt{message[named.end() :]}"
 
 
 class Output:
