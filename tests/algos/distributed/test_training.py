@@ -285,7 +285,7 @@ def test_the_dashboard_of_a_local_cluster_answers(ray_installed: None):
 
 @pytest.mark.slow
 def test_room_of_workers_is_not_counted_for_training_processes(ray_installed: None):
-    """What scales Ray Train is told of it, until the command ends; a test of `proof` has a game do it."""
+    """Ray Train's autoscaling coordinator sees the room as taken until it is released."""
     asked = subprocess.run(
         [sys.executable, "-c", _ROOM], capture_output=True, text=True, timeout=_PATIENCE, check=False
     )

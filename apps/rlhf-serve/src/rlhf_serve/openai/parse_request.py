@@ -151,7 +151,7 @@ def completion_requests(
 
 
 def _vocabulary(service: BestOfNService) -> int:
-    """From this id on there are no tokens, of the tokenizer or with a logit of the model."""
+    """Number of valid token ids: those that the tokenizer has and the model computes a logit for."""
     return min(len(service.texts.tokenizer), service.backend.vocab_size)
 
 

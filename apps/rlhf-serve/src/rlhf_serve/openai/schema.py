@@ -54,7 +54,7 @@ def _check_texts(value: Any) -> None:
 
 
 _INT64 = (1 << 63) - 1
-# What is no token at all is refused with those that the model lacks, where its vocabulary is known.
+# Out-of-range ids are refused later, once the vocabulary size is known, with the code unknown_token.
 TokenId = Annotated[StrictInt, Field(json_schema_extra={"minimum": 0})]
 Utf8 = Annotated[str, AfterValidator(_encodable)]
 # A list of a million wrong items is one error, not a million.

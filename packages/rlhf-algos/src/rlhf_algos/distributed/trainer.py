@@ -92,7 +92,7 @@ def attempt(given: dict[str, Any]) -> None:
 
 
 def _why_again(before: int) -> str:
-    """Why Ray Train has started the processes again, of which there were so many."""
+    """Why Ray Train has restarted the training processes; `before` is how many there were."""
     if world_size() > before:
         return f"there is room for {world_size()} training processes now"
     return "a training process was lost"

@@ -47,8 +47,8 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
     Modes are None: the vocabularies must agree; "truncate": the first rows, which all models have; "union":
     the reference's tokens and the added tokens of the others; "base": the reference's tokens; or the label of
     the model whose tokens to take. A model without tokens is taken to have those of the reference (of the
-    model named in `mode`) if it has as many rows. `reference` is the position of the base, or of the first
-    model where there is no base; `tensor` is the name of the input embedding, for messages.
+    model named in `mode`) if it has as many rows. `reference` is the index of the base model, or of the
+    first model if no base is set; `tensor` is the name of the input embedding, for error messages.
     """
     first, base = models[0], models[reference]
     fewest = min(model.rows for model in models)
