@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from raises import raises_error
-from rlhf_infer.vllm.worker import platform_arguments
+from rlhf_infer.vllm.starting import not_started
+from rlhf_infer.vllm.worker import SmallHeadsError, platform_arguments
 from rlhf_models import build_tiny_llama
 
 
@@ -22,8 +22,9 @@ def test_small_heads_are_refused_on_cpus(cpu: bool, tmp_path: Path, monkeypatch:
     for name, hidden in (("small", 32), ("large", 64)):
         build_tiny_llama(40, hidden_size=hidden, num_attention_heads=2).save_pretrained(tmp_path / name)
     if cpu:
-        with raises_error("head_too_small"):
+        with pytest.raises(SmallHeadsError) as refused:
             platform_arguments(str(tmp_path / "small"), 64)
+        assert not_started("small", refused.value).code == "head_too_small"
         assert platform_arguments(str(tmp_path / "large"), None)["enable_chunked_prefill"] is False
     else:
         assert platform_arguments(str(tmp_path / "small"), 64) == {}

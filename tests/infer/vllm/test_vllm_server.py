@@ -22,6 +22,7 @@ from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.settings import VLLMSettings, check_requests, end_token_ids
 from rlhf_infer.vllm.stall_watch import StallWatch
 from rlhf_infer.vllm.worker import ExactSampler
+from rlhf_models import build_tiny_llama
 
 FAKE = Path(__file__).parents[1].joinpath("fake_vllm_server.py")
 
@@ -43,6 +44,9 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path, pyt
     assert server.pid is None
     (tmp_path / "fails").write_text(str(vllm_worker.NO_VLLM))
     with raises_error("missing_package"):
+        server.start()
+    (tmp_path / "fails").write_text(str(vllm_worker.SMALL_HEADS))
+    with raises_error("head_too_small"):
         server.start()
     (tmp_path / "fails").unlink()
     server.start()
@@ -77,6 +81,26 @@ def test_a_server_is_asked_for_what_the_settings_say(tmp_path: Path, python: str
     expected |= {"kv-cache-memory-bytes": 1 << 29, "max-lora-rank": 16, "generation-config": "vllm"}
     assert all((f"--{name}", str(value)) in pairs for name, value in expected.items())
     assert {"--enable-lora", "--no-enforce-eager"} <= set(command)
+
+
+def test_the_worker_runs_without_our_packages(tmp_path: Path) -> None:
+    """The Python that it is copied to has vLLM, and none of ours."""
+    model = tmp_path / "model"
+    build_tiny_llama(40, hidden_size=64, num_attention_heads=2).save_pretrained(model)
+    copied = tmp_path / "copy_of_worker.py"
+    copied.write_bytes(Path(vllm_worker.__file__).read_bytes())
+    code = (
+        "import sys, types\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "sys.modules |= dict.fromkeys(('rlhf_data', 'rlhf_infer', 'rlhf_models'))\n"
+        "vllm, platforms = types.ModuleType('vllm'), types.ModuleType('vllm.platforms')\n"
+        "platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: True)\n"
+        "sys.modules |= {'vllm': vllm, 'vllm.platforms': platforms}\n"
+        "import copy_of_worker\n"
+        f"print(copy_of_worker.platform_arguments({str(model)!r}, 64)['max_num_batched_tokens'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "4096\n"), ended.stderr
 
 
 def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:

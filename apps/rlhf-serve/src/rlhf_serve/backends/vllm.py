@@ -68,12 +68,11 @@ class VLLMBackend:
 
         model, folder = full_model(model)
         tokenizer = load_tokenizer(model)
-        arguments = platform_arguments(model, settings.max_model_len)
-        arguments["worker_extension_cls"] = "rlhf_infer.vllm.worker.WorkerExtension"
+        arguments: dict[str, Any] = {"worker_extension_cls": "rlhf_infer.vllm.worker.WorkerExtension"}
         # They observe every token of every request in the event loop's thread, and are never read.
         arguments["disable_log_stats"] = True
-        arguments |= further
         try:
+            arguments |= platform_arguments(model, settings.max_model_len) | further
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise not_started(model, error) from error

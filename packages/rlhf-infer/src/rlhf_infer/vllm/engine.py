@@ -223,8 +223,8 @@ def _start(model: str, settings: VLLMSettings) -> Any:
     set_environment()
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    arguments = platform_arguments(model, settings.max_model_len) | settings.engine_arguments()
     try:
+        arguments = platform_arguments(model, settings.max_model_len) | settings.engine_arguments()
         llm = LLM(model, worker_extension_cls="rlhf_infer.vllm.worker.WorkerExtension", **arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise not_started(model, error) from error

@@ -21,6 +21,7 @@ from rlhf_data import UserError
 from rlhf_infer.vllm import worker as vllm_worker
 from rlhf_infer.vllm.client import VLLMClient
 from rlhf_infer.vllm.settings import INSTALL, VLLMSettings, require_vllm
+from rlhf_infer.vllm.starting import not_started
 
 _LOG = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
@@ -177,6 +178,9 @@ class VLLMServer:
             if process.poll() is not None:
                 if process.returncode == vllm_worker.NO_VLLM:
                     raise UserError(f"{self._python}: {INSTALL}", code="missing_package")
+                if process.returncode == vllm_worker.SMALL_HEADS:
+                    reason = self.log_tail().rpartition("\n")[2]
+                    raise not_started(self.model, vllm_worker.SmallHeadsError(reason))
                 raise UserError(
                     f"the vLLM server for {self.model} ended while starting, with status "
                     f"{process.returncode}; the end of its log {self.log_path}:\n{self.log_tail()}",

@@ -6,6 +6,7 @@ import re
 
 from rlhf_data import UserError
 from rlhf_infer.vllm.settings import VLLMSettings
+from rlhf_infer.vllm.worker import SmallHeadsError
 from rlhf_models import generation_length, load_config
 
 _REASON = 300
@@ -29,7 +30,8 @@ def known_length(model: str, settings: VLLMSettings) -> int | None:
 
 def not_started(model: str, error: Exception) -> UserError:
     """What vLLM raised when it was started, as a sentence that names our settings."""
-    return UserError(f"vLLM cannot start with {model}: {_reason(str(error))}", code="engine_not_started")
+    code = "head_too_small" if isinstance(error, SmallHeadsError) else "engine_not_started"
+    return UserError(f"vLLM cannot start with {model}: {_reason(str(error))}", code=code)
 
 
 def _reason(text: str) -> str:

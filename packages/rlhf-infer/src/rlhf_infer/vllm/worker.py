@@ -16,12 +16,18 @@ from typing import Any
 
 NO_VLLM = 86
 """Exit status of a server whose Python has no vLLM."""
+SMALL_HEADS = 87
+"""Exit status of a server whose model has heads too small for this device; the last line it wrote says so."""
 PARENT = "RLHF_VLLM_PARENT"
 """Environment variable with the process id of a server's parent."""
 _CPU_HEAD = 32
 """Smallest size of an attention head that vLLM computes on CPUs."""
 _CPU_BATCHED_TOKENS = 4096
 """vLLM's own default on CPUs for tokens of one forward pass."""
+
+
+class SmallHeadsError(ValueError):
+    """A model's attention heads are too small for vLLM on this device."""
 
 
 class ExactSampler:
@@ -93,7 +99,7 @@ def platform_arguments(model: str, max_model_len: int | None) -> dict[str, Any]:
     `max_model_len` of None is the model's context.
 
     Raises:
-        UserError: this is a CPU, and the model's heads are too small for vLLM's attention there.
+        SmallHeadsError: this is a CPU, and the model's heads are too small for vLLM's attention there.
     """
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
@@ -101,15 +107,12 @@ def platform_arguments(model: str, max_model_len: int | None) -> dict[str, Any]:
         return {}
     from transformers import AutoConfig
 
-    from rlhf_data import UserError
-
     config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head < _CPU_HEAD:  # vLLM itself starts, and fails at the first request
-        raise UserError(
-            f"vLLM on CPUs needs attention heads of at least {_CPU_HEAD}, and those of {model} have {head}; "
-            "use the transformers backend",
-            code="head_too_small",
+        raise SmallHeadsError(
+            f"on CPUs it needs attention heads of at least {_CPU_HEAD}, and the model's have {head}; "
+            "use the transformers backend"
         )
     if max_model_len is None:
         max_model_len = config.max_position_embeddings
@@ -129,7 +132,12 @@ def main() -> None:
 
     values = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
     length = values.get("--max-model-len")
-    for name, value in platform_arguments(values["--model"], int(length) if length else None).items():
+    try:
+        arguments = platform_arguments(values["--model"], int(length) if length else None)
+    except SmallHeadsError as error:
+        print(error, file=sys.stderr)
+        sys.exit(SMALL_HEADS)
+    for name, value in arguments.items():
         flag = name.replace("_", "-")
         sys.argv += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
     serve()
