@@ -93,5 +93,8 @@ def test_a_server_searches_as_with_our_own_engine(start: Callable[..., Any], fol
         texts.append([[each["text"] for each in answer[name]] for name in ("choices", "candidates")])
         assert answer["usage"]["completion_tokens"] <= answer["usage"]["search_budget_tokens"] == 96
     assert texts[0] == texts[1]
-    drawn = [servers[0].fetch("/v1/completions", body)[1] for _ in range(2)]
-    assert len({json.dumps(each["choices"]) for each in drawn}) == 1
+    drawn = [servers[0].fetch("/v1/completions", body)[1]["choices"] for _ in range(2)]
+    # Which steps are scored together depends on time, and with it a score's last digits.
+    scores = [[choice.pop("score") for choice in each] for each in drawn]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert drawn[0] == drawn[1]
