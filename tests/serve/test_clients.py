@@ -211,6 +211,8 @@ def test_tools_that_cannot_be(client: Any) -> None:
     ]
     for fields in wrong:
         assert refused(create, **ASK, **fields)["message"]
+    form = {"structured_outputs": {"regex": "a+"}}
+    assert refused(create, **ASK, tools=[TOOL], extra_body=form)["param"] == "structured_outputs"
 
 
 def test_penalties_biases_and_ends(client: Any) -> None:

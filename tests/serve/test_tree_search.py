@@ -121,7 +121,9 @@ def test_defaults_fit_any_bound() -> None:
         ({"search": "mcts", "min_tokens": 2}, "min_tokens"),
         ({"search": "mcts", "presence_penalty": 1}, "presence_penalty"),
         ({"search": "mcts", "ignore_eos": True}, "ignore_eos"),
-        ({"search": "mcts", "guided_regex": "a+"}, "response_format"),
+        ({"search": "mcts", "guided_regex": "a+"}, "guided_regex"),
+        ({"search": "mcts", "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"search": "mcts", "response_format": {"type": "json_object"}}, "response_format"),
         ({"search": "mcts", "max_tokens": 0, "echo": True, "logprobs": 1}, "search"),
     ],
 )

@@ -307,9 +307,11 @@ def test_weights_that_the_server_cannot_see_are_told(
         engine.close()
 
 
-def test_no_server_is_told(byte_tokenizer: Any) -> None:
+def test_no_server_is_told(byte_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     with raises_error("server_unreachable"):
         VLLMServerEngine("http://127.0.0.1:9", byte_tokenizer, timeout_s=0.1)
+    [waiting] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "http://127.0.0.1:9" in waiting.getMessage()
     with raises_error("invalid_url"):
         VLLMServerEngine("localhost:8000", byte_tokenizer)
 

@@ -48,6 +48,12 @@ def form_of(body: Generation) -> Constraint | None:
     return next(iter(found.values()), None)
 
 
+def form_field(body: Generation) -> str:
+    """The field that gives the answers their form: the last that is not null, `tool_choice` if all are."""
+    names = ("response_format", "structured_outputs", *_GUIDED.values())
+    return next((name for name in reversed(names) if getattr(body, name, None) is not None), "tool_choice")
+
+
 def of_schema(schema: Any, where: str) -> Constraint:
     """The form that a JSON schema describes.
 

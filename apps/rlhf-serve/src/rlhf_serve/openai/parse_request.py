@@ -10,7 +10,7 @@ from rlhf_data import Message, Text, UserError
 from rlhf_infer import ConfidenceBasedStopping, Constraint
 from rlhf_serve.backends.protocol import Backend
 from rlhf_serve.errors import invalid_request, unknown_token
-from rlhf_serve.openai.forms import form_of
+from rlhf_serve.openai.forms import form_field, form_of
 from rlhf_serve.openai.other_schemas import TokenizeRequest
 from rlhf_serve.openai.sampling import sampling_params
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation, StopEarly
@@ -70,7 +70,7 @@ def chat_requests(
     form = form_of(body)
     if tools is not None and form is not None:
         raise invalid_request(
-            "tools go with no other form of the answer; leave one of both out", "response_format"
+            "tools go with no other form of the answer; leave one of both out", form_field(body)
         )
     form = form if tools is None else tools.constraint
     asked = _Asked(limit, logprobs, form)
@@ -198,7 +198,7 @@ def _request(
     params = sampling_params(body, max(max_new_tokens, 1), asked.logprobs, asked.form, _vocabulary(service))
     search = search_of(body, service.scoring is not None, max_new_tokens * settings.max_n)
     if search is not None:
-        check_drawn_by_steps(search, params)
+        check_drawn_by_steps(body, search, params)
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
     if max_new_tokens == 0:
         n, candidates, selection = 1, 1, "none"

@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_infer import SamplingParams, SearchSettings, check_search_settings
 from rlhf_serve.errors import invalid_request, refused
+from rlhf_serve.openai.forms import form_field
 from rlhf_serve.openai.schema import Generation
 
 _NOT_FOR_REQUESTS = {
@@ -75,7 +76,7 @@ def _settings(body: Generation) -> SearchSettings:
         raise refused(error, "search") from error
 
 
-def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> None:
+def check_drawn_by_steps(body: Generation, settings: SearchSettings, params: SamplingParams) -> None:
     """Refuse ways to draw completions that do not go with a search.
 
     Raises:
@@ -85,6 +86,5 @@ def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> No
         check_search_settings(settings, params, extract=str)
     except UserError as error:
         own = str(error.fields.get("key", "search"))
-        name = {"constraint": "response_format", "min_new_tokens": "min_tokens"}.get(own, own)
-        shown = "response_format or guided_..." if own == "constraint" else name
-        raise invalid_request(str(error).replace(own, shown), name, error.code) from error
+        name = {"constraint": form_field(body), "min_new_tokens": "min_tokens"}.get(own, own)
+        raise invalid_request(str(error).replace(own, name), name, error.code) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import shutil
 import tempfile
@@ -210,7 +211,8 @@ class VLLMServerEngine:
     def _wait(self) -> None:
         """Wait for a server that another program starts."""
         client = self._client()
-        begun = reported = time.monotonic()
+        begun = time.monotonic()
+        reported = -math.inf
         while not client.healthy(self.timeout_s):
             now = time.monotonic()
             if now - begun > self.timeout_s:
@@ -221,7 +223,12 @@ class VLLMServerEngine:
                 )
             if now - reported > _PROGRESS_S:
                 reported = now
-                _LOG.info("waiting for the vLLM server at %s, %.0f s", self.url, now - begun)
+                _LOG.warning(
+                    "no vLLM server answers at %s; waiting for one, %.0f of %g s",
+                    self.url,
+                    now - begun,
+                    self.timeout_s,
+                )
             time.sleep(_POLL_S)
 
     def _learn(self) -> None:
