@@ -8,7 +8,10 @@ Everything is chosen on stories and then played on sums, on other seeds:
 1. On stories each rule of dual ascent starts at λ = .1 with several step sizes, and λ is also left at each
    of four values.  The step size, and the fixed λ, with the highest mean accuracy are chosen; the smaller
    one of two that are equal.
-2. On sums each rule plays with its step from λ = .1, 1, 5 and 20, and λ is left at each of these.
+2. On sums each rule plays with its step from λ = .1, 1, 5 and 20, and λ is left at each of these.  A seed of
+   which a run fails, such as one whose judge misses its gate, is left out, and named in `errors`.
+
+`--tuned FILE` takes what an earlier output chose on stories, and says at which commit that was.
 
 The judge's weight is 1.4 times the break-even (or 1), where a monitor that learns was found to matter; all
 other settings are the defaults.  Prints JSON: every seed's values and means with 95% intervals, each rule's
@@ -18,6 +21,7 @@ which nobody could know beforehand.
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -102,7 +106,15 @@ def choose(options: Namespace) -> tuple[dict[str, float], float, dict[str, Any]]
 
 def report(options: Namespace) -> dict[str, Any]:
     """The whole experiment."""
-    steps, fixed, tuning = choose(options)
+    if options.tuned:
+        earlier = json.loads(options.tuned.read_text(encoding="utf-8"))
+        steps, fixed, tuning = (
+            earlier[name] for name in ("step_sizes", "fixed_chosen_on_stories", "stories")
+        )
+        tuned = {"tuning_seeds": earlier["tuning_seeds"], "tuning_commit": earlier["commit"]}
+    else:
+        steps, fixed, tuning = choose(options)
+        tuned = {"tuning_seeds": options.tuning_seeds}
     played = {rule: steps.get(rule, 1.0) for rule in (FIXED, *RULES)}
     cells = [
         ("sums", seed, rule, step, start)
@@ -111,13 +123,15 @@ def report(options: Namespace) -> dict[str, Any]:
         for seed in options.seeds
     ]
     runs = measure(cells, options)
+    failed = {cell[1] for cell, row in runs.items() if "error" in row}
+    seeds = [seed for seed in options.seeds if seed not in failed]
     table: dict[str, dict[float, Any]] = {rule: {} for rule in played}
     accuracy: dict[tuple[str, float], list[float]] = {}
     for rule, step in played.items():
         for start in STARTS:
-            rows = [runs["sums", seed, rule, step, start] for seed in options.seeds]
+            rows = [runs["sums", seed, rule, step, start] for seed in seeds]
             table[rule][start] = {name: summary([row.get(name) for row in rows]) for name in _NUMBERS}
-            accuracy[rule, start] = [row.get("accuracy", 0.0) for row in rows]
+            accuracy[rule, start] = [row["accuracy"] for row in rows]
     rules = {}
     best = max(STARTS, key=lambda start: sum(accuracy[FIXED, start]))
     for rule in RULES:
@@ -127,8 +141,8 @@ def report(options: Namespace) -> dict[str, Any]:
             "minus_fixed_chosen_on_stories": difference(by_seed, accuracy[FIXED, fixed]),
             "minus_best_fixed": difference(by_seed, accuracy[FIXED, best]),
         }
-    found: dict[str, Any] = {"benchmark": "minmax_duals", "seeds": options.seeds, **provenance()}
-    found |= {"tuning_seeds": options.tuning_seeds, "step_sizes": steps, "fixed_chosen_on_stories": fixed}
+    found: dict[str, Any] = {"benchmark": "minmax_duals", "seeds": seeds, **provenance()}
+    found |= tuned | {"step_sizes": steps, "fixed_chosen_on_stories": fixed}
     found["errors"] = {name_of(cell): row["error"] for cell, row in runs.items() if "error" in row}
     return found | {"best_fixed_on_sums": best, "rules": rules, "sums": table, "stories": tuning}
 
@@ -160,6 +174,7 @@ def main() -> None:
     """Command line."""
     parser = seeds_parser(__doc__, [461, 462, 463], "duals")
     parser.add_argument("--tuning-seeds", type=int, nargs="+", default=[451, 452])
+    parser.add_argument("--tuned", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     found = report(options)
