@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.configs.online import OnlineConfig
-from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.configs.trainer import ConsolidationConfig, TrainerConfig
 from rlhf_algos.distributed.config import (
     ClusterConfig,
     DistributedConfig,
@@ -159,7 +159,7 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
 
     @model_validator(mode="after")
     def _weights_can_be_held(self) -> Self:
-        if not getattr(self, "ewc_strength", 0.0):
+        if not (isinstance(self, ConsolidationConfig) and self.ewc_strength):
             return self
         if getattr(self, "deepspeed", None):
             raise ValueError(

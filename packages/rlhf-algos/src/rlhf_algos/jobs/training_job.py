@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.online import PPOConfig
+from rlhf_algos.configs.trainer import ConsolidationConfig
 from rlhf_algos.distributed.config import check_started
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
@@ -291,13 +292,12 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
         )
 
 
-def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | None) -> None:
+def _hold_weights(trainer: Any, config: JobConfig, tokenizer: Any, max_length: int | None) -> None:
     """Give a trainer, at its start, the penalty that its settings ask for."""
-    strength = getattr(config, "ewc_strength", 0.0)  # of methods that train a policy offline
-    if not strength:
+    if not (isinstance(config, ConsolidationConfig) and config.ewc_strength):
         return
     scorer = trainer.scorer if trainer.parallel.fsdp else None
-    held = ElasticWeightConsolidation(trainer.model, strength=strength, scorer=scorer)
+    held = ElasticWeightConsolidation(trainer.model, strength=config.ewc_strength, scorer=scorer)
     if config.ewc_data is not None:
         sft = METHODS["sft"]
         given = {"train_data": config.ewc_data, "subset_size": config.ewc_rows, "eval_fraction": 0}

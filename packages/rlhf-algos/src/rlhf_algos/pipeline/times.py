@@ -9,7 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_algos.jobs.config import JobConfig
 
 _HOUR, _MINUTE = 3600, 60
 _ROUND = re.compile(r"-\d+-")
@@ -46,7 +49,7 @@ def in_words(seconds: float | None) -> str:
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
 
 
-def time_training(method: str, config: Any, plan: Mapping[str, Any]) -> float | None:
+def time_training(method: str, config: JobConfig, plan: Mapping[str, Any]) -> float | None:
     """Seconds that a training will take on this machine, by a few of its steps, which leave nothing.
 
     Loading, evaluation before and after, and all steps count; the start of its process, evaluations between
