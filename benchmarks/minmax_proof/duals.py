@@ -125,6 +125,8 @@ def report(options: Namespace) -> dict[str, Any]:
     runs = measure(cells, options)
     failed = {cell[1] for cell, row in runs.items() if "error" in row}
     seeds = [seed for seed in options.seeds if seed not in failed]
+    if not seeds:
+        raise SystemExit(f"runs failed on every seed: {runs}")
     table: dict[str, dict[float, Any]] = {rule: {} for rule in played}
     accuracy: dict[tuple[str, float], list[float]] = {}
     for rule, step in played.items():

@@ -342,15 +342,20 @@ def test_a_pass_without_a_seed_differs_from_the_one_before(make_game: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("data", "demo", "steps", "verdicts"),
+    ("data", "demo", "steps", "verdicts", "judge"),
     [
-        ({}, {}, 300, 0.98),
-        ({"world": "sums"}, {}, 300, 0.98),
-        ({"world": "reports"}, {}, 600, 0.9),
-        ({"world": "reports"}, {"pretrain_steps": 7, "min_verdict_accuracy": 0}, 7, 0),
-        ({"world": "reports", "train_data": "own.jsonl"}, {}, 300, 0.98),  # the world is not played
+        ({}, {}, 300, 0.98, 0.9),
+        ({"world": "sums"}, {}, 300, 0.98, 0.8),
+        ({"world": "sums"}, {"min_judge_accuracy": 0.95}, 300, 0.98, 0.95),
+        ({"world": "reports"}, {}, 600, 0.9, 0.9),
+        ({"world": "reports"}, {"pretrain_steps": 7, "min_verdict_accuracy": 0}, 7, 0, 0.9),
+        ({"world": "reports", "train_data": "own.jsonl"}, {}, 300, 0.98, 0.9),  # the world is not played
+        ({"world": "sums", "train_data": "own.jsonl"}, {}, 300, 0.98, 0.9),
     ],
 )
-def test_a_base_that_reads_reports_learns_longer(data: Any, demo: Any, steps: int, verdicts: float) -> None:
+def test_worlds_have_steps_and_gates_of_their_own(
+    data: Any, demo: Any, steps: int, verdicts: float, judge: float
+) -> None:
     settings = MinMaxConfig.from_dict({"data": data, "demo": demo}).demo_settings()
     assert (settings.num_pretrain_steps, settings.least_verdict_accuracy) == (steps, verdicts)
+    assert settings.least_judge_accuracy == judge

@@ -169,6 +169,8 @@ PRETRAIN_STEPS = 300
 """Of the base's pre-training, unless set."""
 _VERDICTS, _VERDICTS_ON_REPORTS = 0.98, 0.9
 """Least shares of true verdicts, unless set."""
+_JUDGED, _JUDGED_ON_SUMS = 0.9, 0.8
+"""Least accuracies of a built judge, unless set."""
 
 
 class DemoSettings(BaseConfig):
@@ -208,8 +210,10 @@ class DemoSettings(BaseConfig):
     and 0.9 in the world of `reports`, where evidence is on one claim of several; up to three
     further passes of a third of pretrain_steps are made for it, and up to two fresh starts from other initial
     weights where it stays below 0.7."""
-    min_judge_accuracy: float = Field(default=0.9, ge=0, le=1)
-    """Share of training stories on which the judge must prefer the right answer, shown truthful critiques."""
+    min_judge_accuracy: float | None = Field(default=None, ge=0, le=1)
+    """Share of training stories on which the judge must prefer the right answer, shown truthful critiques;
+    null: 0.9, and 0.8 in the world of `sums`, where careless critics often call a wrong round sum right, so that
+    even a truthful critique of a right one is in doubt."""
 
     @property
     def num_pretrain_steps(self) -> int:
@@ -220,6 +224,11 @@ class DemoSettings(BaseConfig):
     def least_verdict_accuracy(self) -> float:
         """Share of true verdicts that the base must reach."""
         return _VERDICTS if self.min_verdict_accuracy is None else self.min_verdict_accuracy
+
+    @property
+    def least_judge_accuracy(self) -> float:
+        """Accuracy that the judge must reach."""
+        return _JUDGED if self.min_judge_accuracy is None else self.min_judge_accuracy
 
 
 _BUILT_FOR = (
@@ -364,6 +373,9 @@ class MinMaxConfig(BaseConfig):
             known["pretrain_steps"] = demo.pretrain_steps or 2 * PRETRAIN_STEPS
             if demo.min_verdict_accuracy is None:
                 known["min_verdict_accuracy"] = _VERDICTS_ON_REPORTS
+        on_sums = self.data.train_data is None and self.data.world == "sums"
+        if on_sums and demo.min_judge_accuracy is None:
+            known["min_judge_accuracy"] = _JUDGED_ON_SUMS
         return demo.model_copy(update=known)
 
     @field_validator("policy_model")

@@ -179,7 +179,7 @@ def _missed(gates: Mapping[str, float], settings: DemoSettings) -> list[str]:
     least = {
         "verdict_accuracy": settings.least_verdict_accuracy,
         "planted_gap": PLANTED_GAP,
-        "judge_accuracy": settings.min_judge_accuracy,
+        "judge_accuracy": settings.least_judge_accuracy,
     }
     return [
         text.format(value=gates[name], least=least[name])
