@@ -212,8 +212,8 @@ class DemoSettings(BaseConfig):
     weights where it stays below 0.7."""
     min_judge_accuracy: float | None = Field(default=None, ge=0, le=1)
     """Share of training stories on which the judge must prefer the right answer, shown truthful critiques;
-    null: 0.9, and 0.8 in the world of `sums`, where careless critics often call a wrong round sum right, so that
-    even a truthful critique of a right one is in doubt."""
+    null: 0.9, and 0.8 in the world of `sums`, where careless critics often call a wrong round sum right, so
+    that even a truthful critique of a right one is in doubt."""
 
     @property
     def num_pretrain_steps(self) -> int:
