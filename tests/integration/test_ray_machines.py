@@ -73,6 +73,23 @@ def test_one_of_two_machines_that_train_is_killed(tmp_path: Path, run_processes:
     assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
 
 
+def test_training_goes_on_with_fewer_machines(tmp_path: Path, run_processes: Callable[..., str]):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    words = ["sft", *_settings(_SFT)]
+    run_processes(["-m", "rlhf_train", *words, "--output-dir", whole])
+    with ray_cluster(cpus=1) as cluster:
+        cluster.add_machine()
+        process = _started(run, *words, *_on(cluster, run, trainer_workers=2, min_trainer_workers=1))
+        _wait_for(run / "checkpoint-12", process)
+        cluster.kill_machine()
+        assert process.wait(_PATIENCE) == 0, _said(run)
+    assert "a training process was lost" in _said(run)
+    left, undisturbed = metrics_of(run), metrics_of(whole)
+    assert [row["step"] for row in left] == [row["step"] for row in undisturbed]
+    for row, expected in zip(left, undisturbed, strict=True):
+        assert _numbers(row) == pytest.approx(_numbers(expected), rel=1e-3, abs=1e-3)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_game_takes_up_a_machine_that_joins(workers: int, tmp_path: Path):
     """It goes on in two processes, as an undisturbed game does; a worker's room is not counted as theirs."""

@@ -20,6 +20,9 @@ FOLDER = ".trainers"
 """Folder in that of a run, while it is trained on a cluster: what processes tell, and Ray Train's state."""
 _EVERY = 0.2
 """Seconds between looks at what the training processes print."""
+_ROOM_KNOWN = 30.0
+"""Seconds after which Ray Train has room for as many processes as it counted, or a machine that it counted is
+lost: it looks for machines every 20 seconds, and counts again."""
 _GRACE = 1.0
 """Seconds for the others to end after a user's mistake showed in one."""
 
@@ -92,7 +95,9 @@ class _Fit(threading.Thread):
 
         config = self._config
         least, most = config.min_trainer_workers, config.trainer_workers
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
+        wait = config.start_timeout if least is None else min(config.start_timeout, _ROOM_KNOWN)
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(wait)
+        failures = config.max_trainer_failures
         try:
             TorchTrainer(
                 attempt,
@@ -107,7 +112,9 @@ class _Fit(threading.Thread):
                 run_config=RunConfig(
                     name="state",
                     storage_path=str(self._folder),
-                    failure_config=FailureConfig(config.max_trainer_failures, controller_failure_limit=0),
+                    failure_config=FailureConfig(
+                        failures, controller_failure_limit=0 if least is None else failures
+                    ),
                     worker_runtime_env=config.runtime_env,
                 ),
             ).fit()
