@@ -21,6 +21,11 @@ LONG = """1 validation error for ModelConfig
 INVALID = """1 validation error for SpeculativeConfig
   Value error, Invalid repository ID: 'nosuch'.
 Please verify [type=value_error, input_value=ArgsKwargs(()), input_type=ArgsKwargs]"""
+FIELD = """1 validation error for SchedulerConfig
+max_num_seqs
+  Input should be a valid integer, unable to parse string as an integer [type=int_parsing, \
+input_value='many', input_type=str]
+    For further information visit"""
 MEMORY = (
     "Available memory on node 0 (1.65/23.54 GiB) on startup is less than desired CPU memory utilization "
     "(0.6, 14.12 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction"
@@ -32,6 +37,7 @@ MEMORY = (
     [
         (LONG, "max_model_len is 100000, and the model's context 512 tokens; lower it"),
         (INVALID, "Invalid repository ID: 'nosuch'."),
+        (FIELD, "max_num_seqs: Input should be a valid integer, unable to parse string as an integer"),
         (
             "EngineArgs.__init__() got an unexpected keyword argument 'nonsense'",
             "no engine argument nonsense",

@@ -1,10 +1,14 @@
 """Whether texts and tokenizers fit a model."""
 
 import copy
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
 
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
-from rlhf_models import check_prompt_fits, context_length, encode_prompt, tiny_model, token_logps
+from rlhf_models import check_files, check_prompt_fits, context_length, encode_prompt, tiny_model, token_logps
 from rlhf_models.loading.fits import check_tokenizer_fits
 
 
@@ -40,3 +44,23 @@ def test_a_special_token_without_an_embedding_is_refused_only_where_it_is_used(b
     plain.add_tokens(["<image>"])
     with raises_error("tokenizer_does_not_fit"):
         check_tokenizer_fits(model, plain)
+
+
+@pytest.mark.parametrize("code", ["missing_weights", "unreadable_weights", "is_a_reward_model", None])
+def test_files_that_make_no_whole_language_model_are_refused(code, tiny_model_folder, tmp_path):
+    tensors = load_file(tiny_model_folder / "model.safetensors")
+    config = json.loads((tiny_model_folder / "config.json").read_text())
+    name = "model.layers.0.mlp.up_proj.weight"
+    if code == "missing_weights":
+        del tensors[name]
+    elif code == "unreadable_weights":
+        tensors[name] = tensors[name][:-1].clone()
+    elif code == "is_a_reward_model":
+        config["architectures"] = ["LlamaForSequenceClassification"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if code is None:
+        check_files(tmp_path)
+    else:
+        with raises_error(code):
+            check_files(tmp_path)

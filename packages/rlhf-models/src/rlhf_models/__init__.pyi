@@ -65,6 +65,7 @@ from rlhf_models.language_model.logps import token_logps as token_logps
 from rlhf_models.language_model.router_loss import router_coefficient as router_coefficient
 from rlhf_models.language_model.shared_prefixes import share_prefixes as share_prefixes
 from rlhf_models.loading.checkpointing import recompute_layers as recompute_layers
+from rlhf_models.loading.fits import check_files as check_files
 from rlhf_models.loading.fits import check_prompt_fits as check_prompt_fits
 from rlhf_models.loading.fits import check_tokenizer_fits as check_tokenizer_fits
 from rlhf_models.loading.fits import context_length as context_length

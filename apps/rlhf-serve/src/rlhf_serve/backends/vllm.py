@@ -35,7 +35,7 @@ from rlhf_infer.vllm.settings import (
 )
 from rlhf_infer.vllm.starting import not_started
 from rlhf_infer.vllm.worker import platform_arguments
-from rlhf_models import PolicyModel, is_adapter, load_tokenizer
+from rlhf_models import PolicyModel, check_files, is_adapter, load_tokenizer
 from rlhf_serve.backends.protocol import Draw
 from rlhf_serve.settings import ModelSettings
 
@@ -67,6 +67,7 @@ class VLLMBackend:
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
         model, folder = full_model(model)
+        check_files(model)
         tokenizer = load_tokenizer(model)
         arguments: dict[str, Any] = {"worker_extension_cls": "rlhf_infer.vllm.worker.WorkerExtension"}
         # They observe every token of every request in the event loop's thread, and are never read.

@@ -17,6 +17,7 @@ from rlhf_algos.jobs.config import AdapterConfig, JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
+from rlhf_algos.online.step_engine import sampling_params
 from rlhf_algos.parallel.deepspeed_file import shards_weights
 from rlhf_algos.parallel.precision import HALF, choose_precision
 from rlhf_algos.process_group import broadcast, is_main_process, world_size
@@ -25,7 +26,6 @@ from rlhf_infer import (
     GenerationEngine,
     RewardFunctionFactory,
     RewardFunctions,
-    SamplingParams,
     TransformersEngine,
     VLLMEngine,
     VLLMServer,
@@ -184,13 +184,15 @@ def vllm_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFol
         engine: Any = VLLMEngine(start, tokenizer, settings, timeout_s=config.vllm_server_timeout)
     else:
         engine = _on_server(config, settings, model, tokenizer, run)
-    params = SamplingParams(config.max_completion_length, config.temperature, top_p=config.top_p)
+    params = sampling_params(config, config.seed)
     if config.vllm_importance_sampling_correction and not engine.exact_logps(params):
         engine.close()
         raise UserError(
             f"the server at {config.vllm_server_base_url} gives log-probs that cannot be compared with the "
-            "trainer's at this temperature; start it with --logprobs-mode processed_logprobs, or set "
-            "vllm_importance_sampling_correction to false"
+            "trainer's: at temperatures other than 1 it must be started with --logprobs-mode "
+            "processed_logprobs, and then top_p, top_k, min_p, repetition_penalty and min_completion_length "
+            "must be left out; or set vllm_importance_sampling_correction to false",
+            code="inexact_logps",
         )
     return engine
 

@@ -34,6 +34,7 @@ from rlhf_infer.vllm.stall_watch import StallWatch
 from rlhf_infer.vllm.starting import not_started
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_infer.vllm.worker import platform_arguments
+from rlhf_models import check_files
 
 
 class VLLMEngine:
@@ -69,6 +70,7 @@ class VLLMEngine:
                 "vLLM in process works in one training process, this is one of "
                 f"{torch.distributed.get_world_size()}; use vLLM's server mode"
             )
+        check_files(model_folder)
         self.tokenizer = tokenizer
         self.settings = settings or VLLMSettings()
         self.eos_token_ids = end_token_ids(str(model_folder), tokenizer)

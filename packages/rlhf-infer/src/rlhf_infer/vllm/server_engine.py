@@ -377,15 +377,15 @@ class VLLMServerEngine:
         if self._server is not None:
             return (
                 f"the vLLM server at {self.url} {lost}, {_MAX_RESTARTS} restarts did not help; raise "
-                f"timeout_s where {self.timeout_s:g} s are not enough; the end of its log "
-                f"{self._server.log_path}:\n{self._server.log_tail()}"
+                f"its time limit (vllm_server_timeout in training), now {self.timeout_s:g} s; the end of its "
+                f"log {self._server.log_path}:\n{self._server.log_tail()}"
             )
         state = (
             "answers that it is well" if self._client().healthy(self.timeout_s) else "does not answer either"
         )
         return (
-            f"the vLLM server at {self.url} {lost} (its health check {state}); start it again and "
-            f"resume, or raise timeout_s, now {self.timeout_s:g}"
+            f"the vLLM server at {self.url} {lost} (its health check {state}); start it again, or "
+            f"raise its time limit (vllm_server_timeout in training), now {self.timeout_s:g} s"
         )
 
     def _ask(self, path: str) -> Any:

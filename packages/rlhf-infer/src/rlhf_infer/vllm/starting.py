@@ -12,6 +12,7 @@ from rlhf_models import generation_length, load_config
 _REASON = 300
 """Characters of vLLM's reason that a message shows."""
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+_INVALID = re.compile(r"validation errors? for \w+\n(\w+)\n  (?!Value error, )(.+?) \[type=")
 _TOO_LONG = re.compile(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)")
 _MEMORY = re.compile(r"\((\S+/\S+ GiB)\) on startup is less than desired .*?\((\S+), (\S+ GiB)\)")
 
@@ -44,5 +45,7 @@ def _reason(text: str) -> str:
             f"gpu_memory_utilization {found[2]} asks for {found[3]} of memory, {found[1]} are free; lower "
             "it, or free memory"
         )
+    if found := _INVALID.search(text):
+        return f"{found[1]}: {found[2]}"[:_REASON]
     _, mark, invalid = text.partition("Value error, ")  # pydantic's, on further lines
     return (invalid if mark else text).strip().partition("\n")[0].partition(" [type=")[0][:_REASON]

@@ -1,13 +1,37 @@
-"""What fits a model: the tokens of its context, the vocabulary of a tokenizer."""
+"""What fits a model: its files, the tokens of its context, the vocabulary of a tokenizer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rlhf_data import UserError
 from rlhf_models.attention.rotary import stable_length
+from rlhf_models.loading.pretrained import check_language_model, load_config, read_model
+
+
+def check_files(name_or_path: str | Path) -> None:
+    """Refuse a folder that lacks parts of a language model, which another program that loads it may not see.
+
+    Nothing is loaded. Of names on the hub, of quantised files and of architectures that transformers does not
+    know as language models only the config is read.
+
+    Raises:
+        UserError: the config or weights cannot be read, are of a reward model, lack a tensor, or have one of
+            another shape.
+    """
+    check_language_model(name_or_path)
+    config = load_config(name_or_path)
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "quantization_config")
+    if known and Path(name_or_path).is_dir():
+        read_model(AutoModelForCausalLM, name_or_path, device="meta")
 
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:

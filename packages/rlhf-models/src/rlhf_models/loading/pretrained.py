@@ -156,7 +156,7 @@ def read_model(
     load: Any = partial(load_shards, auto_class) if sharded else auto_class.from_pretrained
     if sharded:
         options["quantization"] = quantization
-    elif quantization is not None:
+    elif quantization is not None or str(device) == "meta":  # where nothing is loaded
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
         model, info = _cached_first(load, name_or_path, output_loading_info=True, **options)
