@@ -86,6 +86,12 @@ def test_an_evaluation_goes_on_with_the_same_options_only(folder: Path) -> None:
     assert again.exit_code == 2 and "not empty" in again.output
 
 
+def test_a_refused_evaluation_leaves_its_folder_to_the_next(folder: Path) -> None:
+    refused = run(*FILES, "--judge", "reward.py:nothing", "--output-dir", "out")
+    assert refused.exit_code == 2 and Path("out/config.json").exists()
+    assert run(*FILES, "--output-dir", "out").exit_code == 0
+
+
 def test_files_are_compared_and_hostile_names_stay_text(folder: Path) -> None:
     evil = "<script>alert(1)</script>"
     found = results("--model", f"{evil}=long.jsonl", *FILES[2:], "--judge", "reward.py:length")

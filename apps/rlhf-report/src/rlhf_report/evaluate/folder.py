@@ -15,6 +15,11 @@ _NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_ut
 """Options that change no number."""
 
 
+def _has_results(folder: Path) -> bool:
+    """Whether more is there than the options of an evaluation that was refused."""
+    return any(each.name != "config.json" and not each.name.startswith(".") for each in folder.iterdir())
+
+
 def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
     """The folder of this evaluation; one with the same options continues where it stopped."""
     options = {key: value for key, value in given.items() if key not in _NOT_COMPARED}
@@ -32,6 +37,9 @@ def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
                 code="wrong_folder",
             )
         changed = sorted(key for key in options if before.get(key) != options[key])
+        if changed and not _has_results(run.path):
+            run.write_config({"job": "evaluate", **options})
+            return run
         if changed:
             raise UserError(
                 f"{run.path} holds an evaluation with another {changed[0].replace('_', '-')}; give the same "
