@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_data import UserError, apply_overrides
+from rlhf_data import UserError, alone_in, apply_overrides
 from rlhf_train.commands import compare
 from rlhf_train.comparison.budget import measured_steps, spent_per_step, steps_of
 from rlhf_train.comparison.plan import ComparisonPlan, parse_budget, parse_seeds
@@ -129,6 +131,11 @@ def test_a_file_of_distributed_is_for_every_method_as_far_as_it_goes(
     more["overrides"] = ()
     dpo, grpo = (config.distributed for config in found(rollout_workers=3))
     assert dpo is None and grpo.rollout_workers == 3
+    with raises_error("unknown_key"):
+        found(trainer_worker=2)
+    more["methods"] = ("dpo",)
+    with raises_error("nothing_distributed"):
+        found(rollout_workers=3)
 
 
 def test_torchrun_is_refused(
@@ -273,6 +280,39 @@ def test_a_comparison_goes_on_where_it_was_stopped(given: dict[str, Any], tmp_pa
         assert {each.name for each in folder.glob("checkpoint-*")} == {f"checkpoint-{last}"}
     again = subprocess.run([*command, "--resume", str(out)], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0 and "step 1/" not in again.stdout  # nothing is trained twice
+
+
+@pytest.mark.slow
+def test_a_training_ends_with_its_comparison(given: dict[str, Any], tmp_path: Path) -> None:
+    """Also that of a resumed one, and where the comparison's process is killed."""
+    out, run = tmp_path / "out", tmp_path / "out/dpo/seed-3"
+    command = [sys.executable, "-m", "rlhf_train", "compare"]
+    given = given | {"budget": "steps=20000"}
+    started = [*command, *arguments(given, "--seeds", "3", "--evaluations", "1", "--output-dir", str(out))]
+
+    def lines() -> int:
+        metrics = run / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    for words, number in (
+        (started, signal.SIGTERM),
+        ([*command, "--resume", str(out)], signal.SIGTERM),
+        ([*command, "--resume", str(out)], signal.SIGKILL),
+    ):
+        before = lines()
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while lines() <= before:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait() == (143 if number == signal.SIGTERM else -number)
+        while True:  # its training holds the folder until it has ended
+            with contextlib.suppress(UserError), alone_in(run):
+                break
+            time.sleep(0.2)
+        ended = lines()
+        time.sleep(1.0)
+        assert ended == lines() < 20000
 
 
 @pytest.mark.usefixtures("ray_installed")

@@ -36,7 +36,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     named = options["output_dir"]
     existed = named is not None and Path(named).is_dir()
     run = RunFolder.create(named, job=job, root=ROOT)
-    with alone_in(run.path), _terminated_as_interrupted() as ignore_signal:
+    with alone_in(run.path), terminated_as_interrupted() as ignore_signal:
         refused = options["dry_run"]
         try:
             yield run
@@ -171,7 +171,7 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
+def terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
     """Within this context SIGTERM raises `KeyboardInterrupt` with exit code 143; yields what ignores it.
 
     When one process refuses a run, torchrun sends SIGTERM to the others, the one that cleans up among them.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from rlhf_train.comparison.budget import PILOT_STEPS, measured_steps, spent_per_
 from rlhf_train.comparison.plan import Arm, ComparisonPlan
 from rlhf_train.display.console import make_console, progress, warning_line
 from rlhf_train.inputs import check_inputs
-from rlhf_train.runs import new_run, resumable, resumed_run
+from rlhf_train.runs import new_run, resumable, resumed_run, terminated_as_interrupted
 
 _JOB = "compare"
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
 _STEPS, _PILOT, _START, _REPORT = "steps.json", "pilot", "start", "comparison"
 _PROMPTS = "prompts"
 """Key of the config: how many prompts are measured, and how many of them are trained on, for the report."""
@@ -57,10 +61,8 @@ def run_compare(options: dict[str, Any]) -> None:
                 f"{run.path} is not the folder of a comparison; give another one with --resume",
                 code="wrong_folder",
             )
-        plan, context = (
-            ComparisonPlan.from_dict(values, where=str(run.path / "config.json")),
-            nullcontext(run),
-        )
+        plan = ComparisonPlan.from_dict(values, where=str(run.path / "config.json"))
+        context = _continued(run)
     else:
         for name in ("methods", "model", "train_data", "eval_data", "reward", "budget"):
             if not options[name]:
@@ -81,6 +83,13 @@ def run_compare(options: dict[str, Any]) -> None:
             _run_all(plan, prompts, run, steps, console)
     run.write_results({"job": _JOB, "steps": steps})
     _report(run, console)
+
+
+@contextmanager
+def _continued(run: RunFolder) -> Iterator[RunFolder]:
+    """The folder of a comparison that is resumed; see `new_run`."""
+    with terminated_as_interrupted():
+        yield run
 
 
 def _checked(plan: ComparisonPlan, *, dry_run: bool) -> tuple[list[PromptRecord], int]:
@@ -203,7 +212,8 @@ def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int
 def _train(arguments: Sequence[str]) -> None:
     """Run `rlhf-train` in a separate process, whose memory is then its method's alone."""
     command = [sys.executable, "-m", "rlhf_train", *arguments]
-    process = subprocess.Popen(command, start_new_session=True)  # signals come from here, once
+    # Signals come from here, once.
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
     try:
         code = process.wait()
     except BaseException:
@@ -213,6 +223,12 @@ def _train(arguments: Sequence[str]) -> None:
     if code:
         how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
         raise UserError(f"rlhf-train {arguments[0]} {how}; see its output above")
+
+
+def _end_with_parent() -> None:
+    """Let Linux send SIGTERM to this process when the comparison's is gone, after kill -9 too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _measure_start(plan: ComparisonPlan, prompts: Sequence[PromptRecord], run: RunFolder) -> None:

@@ -167,6 +167,13 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 def _on_cluster(methods: Sequence[str], file: str) -> Iterator[str]:
     """Settings of each method from a file of `distributed`; those of sampling are for online methods only."""
     section = load_config_file(file)
+    cluster = DistributedConfig.from_dict(section, where=file)
+    if not cluster.trainer_workers and not any(METHODS[each].online for each in methods if each in METHODS):
+        raise UserError(
+            f"{file} sets no trainer_workers, and none of {', '.join(methods)} samples on workers; set them, "
+            "or leave out --distributed",
+            code="nothing_distributed",
+        )
     for method in filter(METHODS.get, methods):  # others are refused later
         own = section if METHODS[method].online else {k: section[k] for k in section if k not in _SAMPLING}
         if METHODS[method].online or own.get("trainer_workers"):
