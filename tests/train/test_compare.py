@@ -192,6 +192,7 @@ def test_mistakes_are_found_before_anything_is_trained(
     for more in (
         ("--set", "grpo.num_generation=4"),  # a key that is not there, of the second method
         ("--set", "dpo.beta=-1"),
+        ("--set", "grpo.num_generations=3"),  # steps of 8 completions
         ("--set", "dpo.eval_data=/nowhere.jsonl"),
         ("--max-new-tokens", "100000"),  # longer than the context
         ("--held-out-reward", "nothing"),

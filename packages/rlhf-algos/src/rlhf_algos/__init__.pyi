@@ -61,6 +61,7 @@ from rlhf_algos.engine.signals import GracefulStop as GracefulStop
 from rlhf_algos.engine.trained_module import TrainedModule as TrainedModule
 from rlhf_algos.jobs.data import load_rows as load_rows
 from rlhf_algos.jobs.dry_run import plan_training as plan_training
+from rlhf_algos.jobs.dry_run import rows_per_step as rows_per_step
 from rlhf_algos.jobs.dry_run import shown_tokens as shown_tokens
 from rlhf_algos.jobs.methods import METHODS as METHODS
 from rlhf_algos.jobs.methods import Method as Method

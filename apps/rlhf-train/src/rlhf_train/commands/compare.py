@@ -16,7 +16,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from rlhf_algos import METHODS
+from rlhf_algos import METHODS, rows_per_step
 from rlhf_algos.process_group import world_size
 from rlhf_data import (
     PromptRecord,
@@ -109,6 +109,8 @@ def _checked(plan: ComparisonPlan, *, dry_run: bool) -> tuple[list[PromptRecord]
         config = method.resolve(values, where=arm.name)
         check_inputs(config, dry_run=dry_run)
         check_parts(config)
+        processes = config.distributed.trainer_workers if config.distributed else 0
+        rows_per_step(config, processes or 1)  # refuses steps that are not of whole groups
         trained.update(map(_prompt_of, load_rows(method, config).train))
     # Refused is what an online method would refuse that trained on these prompts.
     for line in filter(None, (plan.reward[0], plan.held_out_reward)):

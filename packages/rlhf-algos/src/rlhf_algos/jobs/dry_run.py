@@ -106,7 +106,7 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
     generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
     max_length = longest_sequence(model.config, config.max_length, generates=generates)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-    global_batch_size = _rows_per_step(config, machine.processes)
+    global_batch_size = rows_per_step(config, machine.processes)
     per_epoch = math.ceil(len(train) / global_batch_size)
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
@@ -204,13 +204,17 @@ def _completed(example: Any, config: JobConfig) -> Any:
     return longest_completions(example.prompt_ids, config.num_generations, config.max_completion_length)
 
 
-def _rows_per_step(config: JobConfig, processes: int) -> int:
-    """Rows of a step, over all processes."""
+def rows_per_step(config: JobConfig, processes: int) -> int:
+    """Rows of a step, over all processes.
+
+    Raises:
+        UserError: they make no whole groups.
+    """
     if isinstance(config, OnlineJobConfig):
         try:
             return config.prompts_per_step(processes)
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise UserError(str(error), code="uneven_groups") from error
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
 
 
