@@ -17,7 +17,8 @@ import pytest
 from files import metrics_of
 from raises import raises_error
 from rlhf_algos import METHODS, RLHFConfig, TrainingJob
-from rlhf_algos.distributed.trainer import _why_again
+from rlhf_algos.distributed.trainer import BEGUN, PRINTED, _why_again
+from rlhf_algos.distributed.training import FOLDER
 from rlhf_algos.engine.signals import GracefulStop, pass_signal_on
 from rlhf_algos.jobs.rlhf_config import STAGES
 from rlhf_data import RunFolder
@@ -124,6 +125,20 @@ def test_the_library_does_not_train_in_one_process_instead(tmp_path: Path, monke
     config = METHODS["sft"].resolve({"distributed": {"trainer_workers": 2}})
     with raises_error("unsupported_key", key="distributed.trainer_workers"):
         TrainingJob("sft", config, RunFolder(tmp_path)).train()
+
+
+def test_what_an_attempt_left_half_written_is_removed_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    (folder / BEGUN).write_text("2")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = tmp_path / f".checkpoint-3.tmp-{ended.pid}-a-0"
+    left.mkdir()
+    code = "from rlhf_algos.distributed.trainer import attempt\n"
+    code += f"attempt({{'folder': {str(folder)!r}, 'work': lambda again: print('again', again)}})\n"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"RANK": "0"}, check=True)
+    assert "again True" in (folder / PRINTED).read_text() and not left.exists()
 
 
 def test_importing_what_starts_them_leaves_rays_settings_to_the_cluster():

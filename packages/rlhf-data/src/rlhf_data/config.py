@@ -185,7 +185,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except FileNotFoundError as error:
         raise UserError(
-            f"config file {path} does not exist; check the path given to --config", code="file_not_found"
+            f"config file {path} does not exist; check the path", code="file_not_found"
         ) from error
     except OSError as error:
         raise UserError(

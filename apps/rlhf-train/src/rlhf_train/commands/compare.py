@@ -183,10 +183,11 @@ def _run_all(
             _measure(plan, prompts, run, folder, steps[arm.name])
     if failed:
         count = len(plan.arms) * len(plan.seeds)
+        hint = f"try again with rlhf-train {_JOB} --resume {run.path}"
+        if len(failed) < count:
+            hint = f"the others are finished: {hint}, or compare these with rlhf-report {_JOB} {run.path}"
         raise UserError(
-            f"{len(failed)} of {count} runs failed ({'; '.join(failed)}), see their messages above; the "
-            f"others are finished: try again with rlhf-train {_JOB} --resume {run.path}, or compare what is "
-            f"there with rlhf-report {_JOB} {run.path}"
+            f"{len(failed)} of {count} runs failed ({'; '.join(failed)}), see their messages above; {hint}"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from rlhf_algos.engine.signals import pass_signal_on
 from rlhf_algos.process_group import broadcast, world_size
-from rlhf_data import UserError, atomic_write_json, atomic_write_text
+from rlhf_data import UserError, atomic_write_json, atomic_write_text, remove_stale_temps
 
 PRINTED, SIGNAL, BEGUN = "printed", "signal", "begun"
 """Files of the folder that the command and the training processes share: output, a signal's number, and how
@@ -82,6 +82,7 @@ def attempt(given: dict[str, Any]) -> None:
     with _printing(folder / PRINTED, rank):
         if before is not None and rank == 0:
             sys.stdout.write(f"{_why_again(before)}; going on from the last checkpoint\n")
+            remove_stale_temps(folder.parent)  # a checkpoint that the others were writing
         try:
             given["work"](before is not None)
         except UserError as error:
