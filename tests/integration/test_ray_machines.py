@@ -59,31 +59,26 @@ def test_a_game_that_loses_the_head_goes_on_in_another_cluster(undisturbed: Path
 
 
 def test_one_of_two_machines_that_train_is_killed(tmp_path: Path, run_processes: Callable[..., str]):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    words = ["sft", *_settings(_SFT)]
-    run_processes(["-m", "rlhf_train", *words, "--output-dir", whole])
-    with ray_cluster(cpus=1) as cluster:
-        cluster.add_machine()
-        process = _started(run, *words, *_on(cluster, run, trainer_workers=2))
-        _wait_for(run / "checkpoint-12", process)
-        cluster.kill_machine()
-        assert process.wait(_PATIENCE) == 0, _said(run)
-    assert "a training process was lost" in _said(run)
+    whole, run = _with_a_machine_killed(tmp_path, run_processes, {"trainer_workers": 2}, replace=True)
     assert metrics_of(run) == metrics_of(whole)
     assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
 
 
-def test_training_goes_on_with_fewer_machines(tmp_path: Path, run_processes: Callable[..., str]):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    words = ["sft", *_settings(_SFT)]
-    run_processes(["-m", "rlhf_train", *words, "--output-dir", whole])
+def test_a_lost_machine_that_nothing_replaces_ends_the_run(tmp_path: Path):
+    run = tmp_path / "run"
     with ray_cluster(cpus=1) as cluster:
         cluster.add_machine()
-        process = _started(run, *words, *_on(cluster, run, trainer_workers=2, min_trainer_workers=1))
+        words = ["sft", *_settings(_SFT), *_on(cluster, run, trainer_workers=2, start_timeout=15)]
+        process = _started(run, *words)
         _wait_for(run / "checkpoint-12", process)
-        cluster.kill_machine()
-        assert process.wait(_PATIENCE) == 0, _said(run)
-    assert "a training process was lost" in _said(run)
+        cluster.kill_machine(replace=False)
+        assert process.wait(_PATIENCE) == 2, _said(run)
+    assert "no room for the training processes" in _said(run) and "--resume" in _said(run)
+
+
+def test_training_goes_on_with_fewer_machines(tmp_path: Path, run_processes: Callable[..., str]):
+    section = {"trainer_workers": 2, "min_trainer_workers": 1}
+    whole, run = _with_a_machine_killed(tmp_path, run_processes, section, replace=False)
     left, undisturbed = metrics_of(run), metrics_of(whole)
     assert [row["step"] for row in left] == [row["step"] for row in undisturbed]
     for row, expected in zip(left, undisturbed, strict=True):
@@ -110,6 +105,23 @@ def test_a_game_takes_up_a_machine_that_joins(workers: int, tmp_path: Path):
     assert grown[:joined] == undisturbed[:joined]
     first, expected = _numbers(grown[joined]), _numbers(undisturbed[joined])
     assert first == pytest.approx(expected, rel=1e-3, abs=1e-3)  # sums of two halves
+
+
+def _with_a_machine_killed(
+    folder: Path, run_processes: Callable[..., str], section: dict[str, int], *, replace: bool
+) -> tuple[Path, Path]:
+    """The folders of an undisturbed run and of one on two machines, one of which was killed in the middle."""
+    whole, run = folder / "whole", folder / "run"
+    words = ["sft", *_settings(_SFT)]
+    run_processes(["-m", "rlhf_train", *words, "--output-dir", whole])
+    with ray_cluster(cpus=1) as cluster:
+        cluster.add_machine()
+        process = _started(run, *words, *_on(cluster, run, **section))
+        _wait_for(run / "checkpoint-12", process)
+        cluster.kill_machine(replace=replace)
+        assert process.wait(_PATIENCE) == 0, _said(run)
+    assert "a training process was lost" in _said(run)
+    return whole, run
 
 
 def _settings(values: dict[str, Any], prefix: str = "") -> list[str]:

@@ -144,11 +144,12 @@ class RayCluster:
             lambda: self._cluster.add_node(num_cpus=self._cpus, object_store_memory=store)
         )
 
-    def kill_machine(self) -> None:
+    def kill_machine(self, *, replace: bool = True) -> None:
         """Kill the machine's raylet, and put a fresh one in its place."""
         self._machine.kill_raylet()
         self._cluster.remove_node(self._machine, allow_graceful=False)
-        self.add_machine()
+        if replace:
+            self.add_machine()
 
     def kill_head(self) -> None:
         """Kill the processes of the machine of the head and the driver."""

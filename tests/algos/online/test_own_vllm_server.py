@@ -16,7 +16,14 @@ from rlhf_models import tiny_model
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("top_p", 0.5), ("top_k", 3), ("min_p", 0.2), ("repetition_penalty", 1.5)]
+    ("key", "value"),
+    [
+        ("top_p", 0.5),
+        ("top_k", 3),
+        ("min_p", 0.2),
+        ("repetition_penalty", 1.5),
+        ("min_completion_length", 2),
+    ],
 )
 def test_sampling_that_its_logps_leave_out_is_refused(
     key: str, value: float, monkeypatch: pytest.MonkeyPatch

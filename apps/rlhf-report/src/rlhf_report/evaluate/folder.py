@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from rlhf_data import RunFolder, UserError, absolute_path
+from rlhf_data import RunFolder, UserError, absolute_path, alone_in
 
 _NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_utilization")
 """Options that change no number."""
@@ -38,7 +38,8 @@ def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
             )
         changed = sorted(key for key in options if before.get(key) != options[key])
         if changed and not _has_results(run.path):
-            run.write_config({"job": "evaluate", **options})
+            with alone_in(run.path):  # it may be another's that has just begun
+                run.write_config({"job": "evaluate", **options})
             return run
         if changed:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -98,6 +99,8 @@ class _Fit(threading.Thread):
         wait = config.start_timeout if least is None else min(config.start_timeout, _ROOM_KNOWN)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(wait)
         failures = config.max_trainer_failures
+        # A machine's loss costs one count that was wrong; others may take what was counted, for a while.
+        counts = 0 if least is None else failures + math.ceil(config.start_timeout / wait)
         try:
             TorchTrainer(
                 attempt,
@@ -112,9 +115,7 @@ class _Fit(threading.Thread):
                 run_config=RunConfig(
                     name="state",
                     storage_path=str(self._folder),
-                    failure_config=FailureConfig(
-                        failures, controller_failure_limit=0 if least is None else failures
-                    ),
+                    failure_config=FailureConfig(failures, controller_failure_limit=counts),
                     worker_runtime_env=config.runtime_env,
                 ),
             ).fit()
@@ -181,6 +182,12 @@ def _failure(error: BaseException, *, begun: bool) -> UserError:
     for failure in failures.values():
         if isinstance(failure, UserError):
             return failure
+    if type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError":
+        return UserError(
+            "the Ray cluster has had no room for the training processes for distributed.start_timeout; add "
+            "machines, end what else runs there, or lower trainer_workers or min_trainer_workers",
+            code="no_room_in_cluster",
+        )
     said = _reason(error, failures)
     if not begun:
         return UserError(
