@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,10 +35,13 @@ def test_sampling_that_its_logps_leave_out_is_refused(
     monkeypatch.setattr(online, "_on_server", lambda *_: server)
     given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
     given |= {"train_data": "rows.jsonl", "reward": ["length"], "temperature": 0.7}
-    model, run, tokenizer = tiny_model("llama"), Any, Any
-    config: Any = METHODS["grpo"].resolve(given)
-    assert online.vllm_engine(config, model, tokenizer, run) is server
+    model, unused = tiny_model("llama"), None
+
+    def engine(**changed: Any) -> Any:
+        config: Any = METHODS["grpo"].resolve(given | changed)
+        return online.vllm_engine(config, model, unused, cast(Any, unused))
+
+    assert engine() is server
     with raises_error("inexact_logps"):
-        online.vllm_engine(METHODS["grpo"].resolve(given | {key: value}), model, tokenizer, run)
-    off = given | {key: value, "vllm_importance_sampling_correction": False}
-    assert online.vllm_engine(METHODS["grpo"].resolve(off), model, tokenizer, run) is server
+        engine(**{key: value})
+    assert engine(**{key: value}, vllm_importance_sampling_correction=False) is server

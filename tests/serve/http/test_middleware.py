@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from rlhf_serve.http import middleware
+from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.error_handlers import LastResort
 from rlhf_serve.http.telemetry import Metrics, record_of
 
@@ -238,6 +239,35 @@ def test_a_real_client_is_told_why_its_large_body_is_refused() -> None:
             assert response.status_code == 413
             assert response.json()["error"]["type"] == "invalid_request_error"
         assert client.post("/length", content=b"x").json() == 1
+
+
+@pytest.mark.parametrize("header", ["", "Authorization: Bearer wrong\r\n"])
+def test_who_sends_a_body_behind_its_refusal_still_has_the_answer(header: str) -> None:
+    """As nginx does, which asks for an end of the connection with each request."""
+    app = FastAPI()
+    middleware.install(
+        app, metrics=Metrics(), max_body_bytes=4 << 20, keys=KeyRing([("a", "a-key-of-this-test")])
+    )
+    body = b"x" * (4 << 20)
+    with serving(app) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        head = f"POST /length HTTP/1.1\r\nHost: test\r\nConnection: close\r\n{header}"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+        refused = connection.recv(1, socket.MSG_PEEK)  # the answer is there before the body
+        connection.sendall(body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(refused + b"TTP/1.1 401")
+    assert b"invalid_api_key" in answer
+
+
+def test_a_body_that_does_not_come_keeps_no_refused_connection_open() -> None:
+    app = FastAPI()
+    middleware.install(app, metrics=Metrics(), keys=KeyRing([("a", "a-key-of-this-test")]))
+    with serving(app) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(
+            b"POST / HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: 9\r\n\r\nhalf"
+        )
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 401")
 
 
 def test_a_real_client_that_leaves_ends_the_work() -> None:

@@ -1,4 +1,4 @@
-"""Middleware of every request: id, log record, body limits, security headers."""
+"""Middleware of every request: an end that loses no answer, id, log record, body limits, security headers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 30.0
 _DISCARDED, _DISCARD_S = 8, 1.0
-"""A refused body is read on before the answer, up to this multiple of the limit and this many seconds."""
+"""A body is read on behind an early answer, up to this multiple of the limit and this many seconds."""
 
 _ID = re.compile(r"[!-~]{1,128}")
 _HEADERS = {
@@ -55,6 +55,55 @@ def install(
     app.add_middleware(AccessControl, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(Observed, metrics=metrics, access_log=access_log or AccessLog())
+    app.add_middleware(LingeringClose, max_bytes=_DISCARDED * max_body_bytes)
+
+
+class LingeringClose:
+    """Reads on behind an answer that came before the whole body, such as a refusal for want of a key.
+
+    A connection that is closed while bytes still come is reset: a client, or a proxy in between, that sends
+    its whole body first would find that and never the answer. So the answer goes out at once, and its end
+    waits until the body has come, `max_bytes` of it have been dropped, or a second has passed.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+            return await self.app(scope, receive, send)
+        whole = ended = False
+
+        async def watched_receive() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = whole or not message.get("more_body", False)
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal ended
+            # A client that expects permission to send its body (RFC 9110, 10.1.1) sends none after an answer.
+            if message["type"] == "http.response.body" and not whole and "expect" not in headers:
+                ended = not message.get("more_body", False)
+                message = {**message, "more_body": True}
+            await send(message)
+
+        await self.app(scope, watched_receive, watched_send)
+        if ended:
+            await self._discard(watched_receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _discard(self, receive: Receive) -> None:
+        left = self.max_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 class Observed:
@@ -211,13 +260,10 @@ class BodyLimit:
         """Run the app within."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = Headers(scope=scope)
-        declared = headers.get("content-length", "")
+        declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
             error = errors.body_too_large(self.max_bytes)
             record_of(scope).error = error.code
-            if "expect" not in headers:  # such a client waits for permission to send its body
-                await self._discard(receive)
             return await error.response()(scope, receive, send)
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         read, whole = 0, False
@@ -238,17 +284,6 @@ class BodyLimit:
             return message
 
         await self.app(scope, limited, send)
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read some of a body that is refused: many clients read no answer before they have sent all."""
-        left = _DISCARDED * self.max_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
-                while left > 0:
-                    message = await receive()
-                    left -= len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
 
 
 def _host(headers: Headers) -> str | None:
