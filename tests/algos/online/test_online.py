@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from first_space import llama2_like_tokenizer
 from online_trainers import (
     GRPO,
     PROMPTS,
@@ -28,8 +29,10 @@ from raises import raises_error
 from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig
 from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
 from rlhf_algos.losses import LOSS_TYPES
+from rlhf_algos.online.rollouts import completion_text
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
-from rlhf_data import RunFolder, UserError
+from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_infer import Rollout
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_models import LoraSettings, add_adapters, tiny_model
 
@@ -367,3 +370,14 @@ def test_settings_that_contradict_each_other() -> None:
     ):
         with pytest.raises(UserError, match=part):
             config.from_dict(settings)
+
+
+def test_rewards_read_the_space_between_prompt_and_completion():
+    tokenizer = llama2_like_tokenizer()
+    ids, sat = tokenizer("a cat")["input_ids"], tokenizer.convert_tokens_to_ids(["▁sat", "s", "</s>"])
+    drawn = Rollout(ids, sat, [0.0] * 3, "stop")
+    plain = PromptExample("a cat", tuple(ids), {})
+    assert completion_text(tokenizer, plain, drawn) == " sats"
+    chat = PromptExample([{"role": "user", "content": "a cat"}], tuple(ids), {})
+    assert completion_text(tokenizer, chat, drawn) == [{"role": "assistant", "content": "sats"}]
+    assert completion_text(tokenizer, plain, Rollout(ids, sat[2:], [0.0], "stop")) == ""

@@ -6,12 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
-from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.engines.stop_strings import completion_text
+from first_space import llama2_like_tokenizer
+from rlhf_infer import Rollout, SamplingParams, completion_text, space_between
 from rlhf_serve.errors import APIError
 from rlhf_serve.openai.logprobs import Piece, TokenRow, completion_logprobs, unfolded
 from rlhf_serve.service.messages import checked_messages
@@ -159,27 +156,25 @@ def test_tokens_with_the_same_text_stay_apart(sentencepiece_like: Any) -> None:
 
 def test_a_space_that_texts_lose_at_their_start_stands_after_a_prompt(texts: Texts) -> None:
     """As with Llama 2: each text begins without the space of its first token."""
-    words = {"<s>": 0, "▁a": 1, "▁cat": 2, "s": 3, "▁": 4}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<s>"))
-    tokenizer.decoder = decoders.Metaspace()
-    llama = Texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"))
-    assert [llama.decode(ids) for ids in ([0, 1, 2], [2, 3], [4])] == ["a cat", "cats", ""]
+    llama = Texts(llama2_like_tokenizer())
+    start, a, cat, s, blank = llama.tokenizer.convert_tokens_to_ids(["<s>", "▁a", "▁cat", "s", "▁"])
+    assert [llama.decode(ids) for ids in ([start, a, cat], [cat, s], [blank])] == ["a cat", "cats", ""]
     for prompt, completion, space in (
-        ([0, 1], [2, 3], " "),
-        ([0, 1, 2], [3], ""),
-        ([0, 1], [4, 2], " "),
-        ([0], [2], ""),  # a template's end
-        ([], [2], ""),
-        ([1], [], ""),
+        ([start, a], [cat, s], " "),
+        ([start, a, cat], [s], ""),
+        ([start, a], [blank, cat], " "),
+        ([start], [cat], ""),  # a template's end
+        ([], [cat], ""),
+        ([a], [], ""),
     ):
-        assert llama.space_between(prompt, completion) == space
+        assert space_between(llama.tokenizer, prompt, completion) == space
         assert llama.decode([*prompt, *completion]) == (
             llama.decode(prompt) + space + llama.decode(completion)
         )
-    rollout = Rollout([0, 1], [2, 3, 2], [-1.0, -2.0, -3.0], "stop")
-    pieces = list(unfolded(llama, SamplingParams(3), rollout, [0, 1]))
+    rollout = Rollout([start, a], [cat, s, cat], [-1.0, -2.0, -3.0], "stop")
+    pieces = list(unfolded(llama, SamplingParams(3), rollout, [start, a]))
     assert [piece.text for piece in pieces] == [" cat", "s", " cat"]
     assert [row.offset for piece in pieces for row in piece.rows] == [0, 4, 5]
     assert [piece.text for piece in unfolded(llama, SamplingParams(3), rollout)] == ["cat", "s", " cat"]
     ids = texts.tokenizer("a cat")["input_ids"]
-    assert texts.space_between(ids[:1], ids[1:]) == ""  # texts of bytes lose nothing
+    assert space_between(texts.tokenizer, ids[:1], ids[1:]) == ""  # texts of bytes lose nothing

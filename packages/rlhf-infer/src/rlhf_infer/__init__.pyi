@@ -16,6 +16,8 @@ from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
 from rlhf_infer.engines.speculation import SpeculativeDecoder as SpeculativeDecoder
 from rlhf_infer.engines.stop_strings import completion_text as completion_text
+from rlhf_infer.engines.stop_strings import goes_on_after as goes_on_after
+from rlhf_infer.engines.stop_strings import space_between as space_between
 from rlhf_infer.engines.stop_strings import until_stop as until_stop
 from rlhf_infer.engines.transformers_engine import TransformersEngine as TransformersEngine
 from rlhf_infer.http_client import ScorerUnavailable as ScorerUnavailable

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_infer import Rollout, SamplingParams
+from rlhf_infer import Rollout, SamplingParams, space_between
 from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.token_bytes import TokenBytes
 from rlhf_serve.service.tokenization import GrowingText, Texts
@@ -61,7 +61,7 @@ class Unfolding:
         if token in self._stops:
             return None
         if not self._rows and self._prompt:
-            self._space = self._texts.space_between(self._prompt, [token])
+            self._space = space_between(self._texts.tokenizer, self._prompt, [token])
         self._rows.append((token, logp, top))
         return self._piece(self._growing.add(token))
 

@@ -72,8 +72,7 @@ class Format:
             if answer.calls:
                 message["tool_calls"] = answer.calls
             return {"message": message}, answer.finish_reason
-        text = self._text(result, candidate)
-        text = f"{result.request.prompt}{text}" if self.echo else text
+        text = f"{result.request.prompt}{candidate.text}" if self.echo else candidate.text
         body: dict[str, Any] = {"text": text}
         if (found := prompt_logprobs(self.texts.token_bytes, result)) is not None and not self.echo:
             body["prompt_logprobs"] = found
@@ -82,10 +81,6 @@ class Format:
     def before(self, request: GenerationRequest) -> Sequence[int]:
         """Tokens that the text of a request's completion goes on after; a chat's stands by itself."""
         return () if self.chat else request.prompt_ids
-
-    def _text(self, result: GenerationResult, candidate: Candidate) -> str:
-        between = self.texts.space_between(self.before(result.request), candidate.rollout.completion_ids)
-        return f"{between}{candidate.text}" if candidate.text else ""
 
     def stream_head(self) -> dict[str, Any]:
         """Fields that all chunks of a stream share."""

@@ -93,16 +93,6 @@ class Texts:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return self.tokenizer.decode(list(ids), **options)
 
-    def space_between(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
-        """What stands between the texts of a prompt and of its completion.
-
-        Some tokenizers, such as those of Llama 2, take a space from the start of every text.
-        """
-        before, first = self.decode(prompt[-1:]), self.decode(completion[:1])
-        whole = self.decode([*prompt[-1:], *completion[:1]])
-        space = whole.removeprefix(before).removesuffix(first)
-        return space if whole == before + space + first and space.isspace() else ""
-
 
 def give_template(tokenizer: Any, template: str | None) -> None:
     """Have a tokenizer use a chat template; None leaves it its own."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import PromptExample, TokenSequence, as_completion
-from rlhf_infer import Rollout, Samples
+from rlhf_infer import Rollout, Samples, goes_on_after, space_between
 
 _LENGTH, _TRUNCATED, _EOS = 0, 1, 2
 _FACTS = 3
@@ -59,8 +59,15 @@ class Completion:
 
 
 def completion_text(tokenizer: Any, prompt: PromptExample, rollout: Rollout) -> Any:
-    """A completion as reward functions get it: a text, or after messages the assistant's message."""
-    return as_completion(prompt.prompt, tokenizer.decode(rollout.completion_ids, skip_special_tokens=True))
+    """A completion as reward functions get it: a text, or after messages the assistant's message.
+
+    A text begins with the space between prompt and completion, so that both together are what was sampled.
+    """
+    text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+    after = goes_on_after(prompt.prompt, rollout.prompt_ids)
+    if text:
+        text = space_between(tokenizer, after, rollout.completion_ids) + text
+    return as_completion(prompt.prompt, text)
 
 
 def completions_of(

@@ -75,9 +75,10 @@ def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSeque
 
 def _row(completion: Completion, table: StepTable, tokenizer: Any) -> dict[str, Any]:
     """One completion as it is kept: prompt, completion, why it ended, its reward."""
+    text = completion.text if isinstance(completion.text, str) else completion.text[-1]["content"]
     return {
         "prompt": prompt_text(tokenizer, completion.rollout.prompt_ids),
-        "completion": tokenizer.decode(completion.rollout.completion_ids, skip_special_tokens=True),
+        "completion": text,
         "finish_reason": completion.rollout.finish_reason,
         "reward": float(table.total[completion.index]),
     }

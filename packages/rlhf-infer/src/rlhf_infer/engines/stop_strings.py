@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_data import Text
 from rlhf_infer.engines.protocol import SamplingParams
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -74,20 +75,39 @@ def _overlaps(stop: str, read: str) -> bool:
     return stop in read or any(read.startswith(stop[-n:]) for n in range(1, len(stop) + 1))
 
 
-def completion_text(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> str:
+def goes_on_after(prompt: Text, prompt_ids: Sequence[int]) -> Sequence[int]:
+    """Tokens that the text of a completion goes on after; none after messages, where it stands by itself."""
+    return prompt_ids if isinstance(prompt, str) else ()
+
+
+def space_between(tokenizer: Any, before: Sequence[int], completion: Sequence[int]) -> str:
+    """What stands between the text of some tokens and that of their completion, each decoded by itself.
+
+    Some tokenizers, such as those of Llama 2 and those of words, leave out a space at the start of a text.
+    """
+    last, first = _plain(tokenizer, before[-1:]), _plain(tokenizer, completion[:1])
+    whole = _plain(tokenizer, [*before[-1:], *completion[:1]])
+    space = whole.removeprefix(last).removesuffix(first)
+    return space if whole == last + space + first and space.isspace() else ""
+
+
+def completion_text(
+    tokenizer: Any, ids: Sequence[int], params: SamplingParams, after: Sequence[int] = ()
+) -> str:
     """The text of a completion, without special tokens and without the stop string or token that ended it.
 
     Args:
         tokenizer: the transformers tokenizer.
         ids: tokens of the completion.
         params: how it was drawn; stop texts within its first `min_new_tokens` tokens belong to the text.
+        after: tokens that it goes on after, of which it has the space between; see `goes_on_after`.
     """
     if len(ids) and ids[-1] in params.stop_token_ids:
         ids = ids[:-1]
     text = _plain(tokenizer, ids)
-    if not params.stop:
-        return text
-    return until_stop(text, params.stop, text_before_stops(tokenizer, ids, params))
+    if params.stop:
+        text = until_stop(text, params.stop, text_before_stops(tokenizer, ids, params))
+    return space_between(tokenizer, after, ids) + text if text and len(after) else text
 
 
 def text_before_stops(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_data import Encoder, Text, UserError, as_completion
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
-from rlhf_infer.engines.stop_strings import completion_text
+from rlhf_infer.engines.stop_strings import completion_text, goes_on_after
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.sampling.candidates import SamplingCost
 from rlhf_infer.sampling.refinement import Draft, Refinement, RefinerRules, RefinerTemplates
@@ -204,11 +204,11 @@ class _Writer:
             None
             if each is None
             else (
-                completion_text(self.tokenizer, each.completion_ids, params),
+                completion_text(self.tokenizer, each.completion_ids, params, goes_on_after(text, prompt)),
                 each,
                 SamplingCost(1, len(prompt), len(each.completion_ids)),
             )
-            for prompt, each in zip(ids, self._rollouts(ids, params, round), strict=True)
+            for text, prompt, each in zip(asked, ids, self._rollouts(ids, params, round), strict=True)
         ]
 
     def _rollouts(self, ids: Sequence[list[int]], params: SamplingParams, round: int) -> list[Rollout | None]:

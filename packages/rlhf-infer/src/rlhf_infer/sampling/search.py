@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from rlhf_data import Text, UserError, as_completion
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
-from rlhf_infer.engines.stop_strings import completion_text
+from rlhf_infer.engines.stop_strings import completion_text, goes_on_after
 from rlhf_infer.rewards.checks import shown
 from rlhf_infer.sampling.candidates import Candidate, Extract, SamplingCost, Selected, Selection, select
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
@@ -89,9 +89,9 @@ class BestOfNSearch:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Take the next samples, all that were drawn in one round."""
         self._rounds += 1
-        extract = self.rules.extract
+        extract, after = self.rules.extract, goes_on_after(self.prompt, self.prompt_ids)
         for rollout in rollouts:
-            text = completion_text(self.rules.tokenizer, rollout.completion_ids, self.rules.params)
+            text = completion_text(self.rules.tokenizer, rollout.completion_ids, self.rules.params, after)
             answer = None if extract is None else extract(text)
             self._first.setdefault(tuple(rollout.completion_ids), len(self.candidates))
             self.candidates.append(Candidate(len(self.candidates), text, rollout, answer=answer))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_data import Encoder, Text
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
-from rlhf_infer.engines.stop_strings import StopTexts, completion_text
+from rlhf_infer.engines.stop_strings import StopTexts, completion_text, goes_on_after
 from rlhf_infer.search.scorers import PathScorer, ScoredPath, path_scorer
 from rlhf_infer.search.settings import StepLabelSettings
 from rlhf_infer.search.tree import SearchTree
@@ -96,14 +96,17 @@ class StepLabeller:
         starts = list(dict.fromkeys((i, one[:end]) for (i, one), found in ends.items() for end in found[:-1]))
         drawn = self._complete(ids, starts)
         wholes = dict.fromkeys([*ends, *((i, whole) for (i, _), group in drawn.items() for whole in group)])
-        paths = [ScoredPath(prompts[i], ids[i], whole, self._text(whole), own[i]) for i, whole in wholes]
+        paths = [
+            ScoredPath(prompts[i], ids[i], whole, self._text(prompts[i], ids[i], whole), own[i])
+            for i, whole in wholes
+        ]
         scores = self.verifier.score(paths).values if paths else []
         right = {key: score >= self.settings.right_from for key, score in zip(wholes, scores, strict=True)}
         found: list[list[LabelledSolution]] = [[] for _ in prompts]
         for (i, solution), own_ends in ends.items():
             outcomes = [[right[i, whole] for whole in drawn[i, solution[:end]]] for end in own_ends[:-1]]
             labels = [_label(each, self.settings.estimation) for each in [*outcomes, [right[i, solution]]]]
-            texts = [self._text(solution[:end]) for end in own_ends]
+            texts = [self._text(prompts[i], ids[i], solution[:end]) for end in own_ends]
             labelled = _labelled(prompts[i], texts, labels, self.settings.separator)
             found[i] += [labelled] if labelled else []
         return found
@@ -135,8 +138,8 @@ class StepLabeller:
                 found[i, begun] = [whole[: self.params.max_new_tokens] for whole in wholes]
         return found
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return completion_text(self.tokenizer, ids, self.params)
+    def _text(self, prompt: Text, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+        return completion_text(self.tokenizer, ids, self.params, goes_on_after(prompt, prompt_ids))
 
 
 def tree_step_labels(
@@ -165,9 +168,10 @@ def tree_step_labels(
                 for each in tree.path(child.id):
                     outcomes[each].append(child.score >= settings.right_from)
     found = []
+    after = goes_on_after(tree.prompt, tree.prompt_ids)
     for node in tree.finished:
         path = tree.path(node)[1:]
-        texts = [completion_text(tokenizer, tree.completion_ids(each), params) for each in path]
+        texts = [completion_text(tokenizer, tree.completion_ids(each), params, after) for each in path]
         labels = [_label(outcomes[each], settings.estimation) for each in path]
         labelled = _labelled(tree.prompt, texts, labels, settings.separator)
         found += [labelled] if labelled else []

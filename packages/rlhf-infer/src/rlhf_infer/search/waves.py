@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rlhf_data import Text, UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
-from rlhf_infer.engines.stop_strings import completion_text
+from rlhf_infer.engines.stop_strings import completion_text, goes_on_after
 from rlhf_infer.rewards.requirements import check_column_lengths
 from rlhf_infer.sampling.candidates import Extract, Selected
 from rlhf_infer.search.checks import check_resumed, check_search_settings
@@ -276,12 +277,12 @@ class SearchWaves:
     def _add(self, order: _Order, draw: Draw) -> int:
         tree = order.search.tree
         ids = tree.completion_ids(order.node) + draw.token_ids
-        terminal = self._terminal(ids, draw)
+        terminal = self._terminal(tree, ids, draw)
         short = order.cap < self._cap(tree, order.node)
         cut = terminal is None and short and draw.finish_reason == "length"
         return tree.add(order.node, draw, terminal=terminal, cut=cut)
 
-    def _terminal(self, ids: tuple[int, ...], draw: Draw) -> Terminal | None:
+    def _terminal(self, tree: SearchTree, ids: tuple[int, ...], draw: Draw) -> Terminal | None:
         """What ended the completion, if something did."""
         if draw.finish_reason == "stop" and ids[-1] in self._ends:
             return "end"
@@ -289,12 +290,13 @@ class SearchWaves:
             whole = completion_text(self.tokenizer, ids, replace(self.params, stop=()))
             if any(stop in whole for stop in self.params.stop):
                 return "stop"
-        if self.checker is not None and self.checker(self._text(ids)):
+        if self.checker is not None and self.checker(self._text(tree, ids)):
             return "checked"
         return "length" if len(ids) >= self.params.max_new_tokens else None
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return completion_text(self.tokenizer, ids, self.params)
+    def _text(self, tree: SearchTree, ids: Sequence[int]) -> str:
+        after = goes_on_after(tree.prompt, tree.prompt_ids)
+        return completion_text(self.tokenizer, ids, self.params, after)
 
     def _score(self, nodes: Sequence[tuple[_Search, int]]) -> Generator[ScorePaths, Any, None]:
         """Score the nodes that have no score, each once."""
@@ -319,10 +321,11 @@ class SearchWaves:
 
     def _path(self, search: _Search, node: int) -> ScoredPath:
         tree, ids = search.tree, search.tree.completion_ids(node)
-        return ScoredPath(tree.prompt, tree.prompt_ids, ids, self._text(ids), search.columns)
+        return ScoredPath(tree.prompt, tree.prompt_ids, ids, self._text(tree, ids), search.columns)
 
     def _selected(self, search: _Search) -> tuple[SearchTree, Selected]:
-        return search.tree, selected(search.tree, self._text, self.settings.selection, self.extract)
+        tree, text = search.tree, partial(self._text, search.tree)
+        return tree, selected(tree, text, self.settings.selection, self.extract)
 
 
 def _as_draw(rollout: Rollout) -> Draw:
