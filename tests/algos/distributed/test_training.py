@@ -139,6 +139,7 @@ def test_what_an_attempt_left_half_written_is_removed_by_the_next(tmp_path: Path
     code += f"attempt({{'folder': {str(folder)!r}, 'work': lambda again: print('again', again)}})\n"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"RANK": "0"}, check=True)
     assert "again True" in (folder / PRINTED).read_text() and not left.exists()
+    assert _attempts(tmp_path) == [(1, 2)]
 
 
 def test_importing_what_starts_them_leaves_rays_settings_to_the_cluster():
@@ -231,6 +232,13 @@ def _kill_one(process: subprocess.Popen[bytes], folder: Path, *, after: int) -> 
     assert process.wait(_PATIENCE) == 0, _said(folder)
     assert "a training process was lost" in _said(folder)
     assert not (folder / "run" / ".trainers").exists()
+    assert _attempts(folder / "run") == [(2, None), (2, 2)]
+
+
+def _attempts(run: Path) -> list[tuple[int, int | None]]:
+    """How many processes trained in each attempt, and before it, as the run's folder says."""
+    events = RunFolder(run).read_lines("workers.jsonl")
+    return [(each["trainers"], each["before"]) for each in events if each["event"] == "trainers"]
 
 
 def _arguments(method: str, folder: Path, **settings: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the monitor says of rollout workers."""
+"""What the monitor says of training processes and of workers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,23 @@ def test_reward_workers_are_counted_apart(tmp_path: Path) -> None:
     (write(tmp_path) / "workers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in events))
     said = open_log(tmp_path).workers
     assert "1 of 1 workers" in said and "1 of 2 reward workers" in said and "reward worker 1 (killed)" in said
+
+
+def test_training_processes_are_counted_and_their_losses(tmp_path: Path) -> None:
+    """Three, one of which is lost twice, and then room for a third again."""
+    path = write(tmp_path) / "workers.jsonl"
+    counts = [(3, None), (2, 3), (2, 2), (3, 2)]
+    rows = [{"event": "trainers", "trainers": now, "before": before} for now, before in counts]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:1]))
+    assert open_log(tmp_path).workers == "3 training processes"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = open_log(tmp_path).workers
+    assert said.startswith("3 training processes") and "lost 2 times" in said
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, *EVENTS[5:7]]))
+    said = open_log(tmp_path).workers
+    assert "3 training processes" in said and "1 of 2 workers" in said
+    (tmp_path / "results.json").write_text("{}")
+    assert open_log(tmp_path).workers.startswith("a training process was lost 2 times")
 
 
 def test_without_workers_nothing_is_said(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def require_ray(config: ClusterConfig) -> None:
 
 
 def told_to(run: RunFolder) -> Tell:
-    """A callback that logs worker events to a run's `workers.jsonl`."""
+    """A callback that logs events of workers and training processes to a run's `workers.jsonl`."""
 
     def tell(event: str, facts: dict[str, Any]) -> None:
         run.append_lines(WORKERS, [{"event": event, "time": round(time.time(), 3), **facts}])

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from rlhf_algos.distributed.config import told_to
 from rlhf_algos.engine.signals import pass_signal_on
 from rlhf_algos.process_group import broadcast, world_size
-from rlhf_data import UserError, atomic_write_json, atomic_write_text, remove_stale_temps
+from rlhf_data import RunFolder, UserError, atomic_write_json, atomic_write_text, remove_stale_temps
 
 PRINTED, SIGNAL, BEGUN = "printed", "signal", "begun"
 """Files of the folder that the command and the training processes share: output, a signal's number, and how
@@ -79,6 +80,7 @@ def attempt(given: dict[str, Any]) -> None:
     before: int | None = broadcast(int(begun.read_text(encoding="utf-8")) if begun.exists() else None)
     if rank == 0:
         atomic_write_text(begun, str(world_size()))
+        told_to(RunFolder(folder.parent))("trainers", {"trainers": world_size(), "before": before})
     with _printing(folder / PRINTED, rank):
         if before is not None and rank == 0:
             sys.stdout.write(f"{_why_again(before)}; going on from the last checkpoint\n")

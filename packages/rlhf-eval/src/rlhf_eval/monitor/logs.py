@@ -69,7 +69,7 @@ class RunLog:
 
     @property
     def workers(self) -> str:
-        """One sentence about its rollout workers; empty without them."""
+        """One sentence about its training processes and workers on a cluster; empty without them."""
         return workers_text(self._workers.rows, finished=self.finished)
 
     @property

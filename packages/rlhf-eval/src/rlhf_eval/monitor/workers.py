@@ -1,4 +1,4 @@
-"""Rollout workers of a run, from the `workers.jsonl` in its folder."""
+"""Workers and training processes of a run, from the `workers.jsonl` in its folder."""
 
 from __future__ import annotations
 
@@ -31,22 +31,38 @@ def with_workers(rows: Sequence[dict[str, Any]], events: Sequence[Mapping[str, A
 
 
 def workers_text(events: Sequence[Mapping[str, Any]], *, finished: bool) -> str:
-    """One sentence: workers at present, which weights are sampled, what was lost; empty without workers."""
+    """One sentence: processes and workers now, which weights are sampled, what was lost; or empty."""
     if not events:
         return ""
-    begun = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
-    parts = [] if finished else [_at_work(events[begun:])]
+    starts = [at for at, event in enumerate(events) if event.get("event") == "start"]
+    begun = starts[-1] if starts else len(events)
+    parts = _trainers(events, finished=finished)
+    if starts and not finished:
+        parts.append(_at_work(events[begun:]))
     step = next((event for event in reversed(events) if event.get("event") == "step"), None)
     if step:
         parts.append(f"step {step.get('step')} sampled with the weights after {step.get('version')}")
     losses = [event for event in events if event.get("event") in ("lost", "failed")]
     if losses:
         last = losses[-1]
-        times = "once" if len(losses) == 1 else f"{len(losses)} times"
-        parts.append(f"workers failed {times}, last {_name(last)} ({last.get('why')})")
-    if events[begun].get("dashboard") and not finished:
-        parts.append(f"Ray's dashboard: {events[begun]['dashboard']}")
+        parts.append(f"workers failed {_times(len(losses))}, last {_name(last)} ({last.get('why')})")
+    if starts and not finished and (dashboard := events[begun].get("dashboard")):
+        parts.append(f"Ray's dashboard: {dashboard}")
     return "; ".join(parts)
+
+
+def _trainers(events: Sequence[Mapping[str, Any]], *, finished: bool) -> list[str]:
+    """How many processes train, and how often one was lost."""
+    attempts = [event for event in events if event.get("event") == "trainers"]
+    if not attempts:
+        return []
+    lost = sum(int(each["trainers"]) <= int(each["before"]) for each in attempts if each.get("before"))
+    parts = [] if finished else [f"{attempts[-1]['trainers']} training processes"]
+    return [*parts, f"a training process was lost {_times(lost)}"] if lost else parts
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _at_work(events: Sequence[Mapping[str, Any]]) -> str:
