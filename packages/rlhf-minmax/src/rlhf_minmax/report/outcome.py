@@ -132,7 +132,7 @@ def _draw_bars(axes: Axes, *, blocks: Sequence[tuple[str, dict[str, Any]]]) -> N
     else:
         axes.bar(labels, totals, color=BLUE, width=0.5)
     for index, total in enumerate(totals):
-        axes.annotate(f"{total:.3f}", (index, total), (0, 4), textcoords="offset points", ha="center")
+        axes.annotate(f"{total:z.3f}", (index, total), (0, 4), textcoords="offset points", ha="center")
     axes.set_xlim(-0.6, len(blocks) - 0.4)
     axes.margins(y=0.15)
     axes.grid(visible=False, axis="x")
