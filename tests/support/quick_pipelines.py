@@ -8,7 +8,10 @@ from typing import Any
 
 DATA = {"config": {"rows": 8}}
 CHOSEN = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft"}}
-LABELLED = {"kind": "filter", "config": {"rows": "${chosen.rows}", "to": "kto"}}
+AGAIN = {"kind": "filter", "config": {"rows": "${chosen.rows}", "to": "pairs", "chosen": "prompt"}}
+
+SCORED = str(Path(__file__).parent.parent / "fixtures" / "scored_rows.jsonl")
+"""Eight completions with scores, of which a filter takes a share."""
 
 
 def started(pipeline: Any) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from proofs import by_default
-from quick_pipelines import CHOSEN, DATA, LABELLED, started
+from quick_pipelines import AGAIN, CHOSEN, DATA, started
 from raises import raises_error
 from rlhf_algos.pipeline.config import PipelineConfig, Selection
 from rlhf_algos.pipeline.kinds import KINDS
@@ -27,16 +27,16 @@ from rlhf_data import RunFolder
 
 
 def test_a_second_run_does_nothing_and_a_change_runs_what_depends_on_it(run: Any, tmp_path: Path) -> None:
-    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    stages = {"data": DATA, "chosen": CHOSEN, "again": AGAIN}
     first = run(stages)
-    assert started(first) == ["data", "chosen", "labelled"]
+    assert started(first) == ["data", "chosen", "again"]
     manifest = (tmp_path / "run/pipeline.json").read_bytes()
     began = time.monotonic()
     again = run(stages)
     assert started(again) == [] and time.monotonic() - began < 5
     assert (tmp_path / "run/pipeline.json").read_bytes() == manifest
-    changed = {**stages, "chosen": {**CHOSEN, "config": {**CHOSEN["config"], "top_share": 0.5}}}
-    assert started(run(changed)) == ["chosen", "labelled"]
+    changed = {**stages, "chosen": {**CHOSEN, "config": {**CHOSEN["config"], "rows": "${data.kto}"}}}
+    assert started(run(changed)) == ["chosen", "again"]
     assert started(run(stages)) == []  # the results of before are still there
     renamed = {"data": DATA, "other": CHOSEN}
     assert started(run(renamed)) == []  # a name is no part of what a result is made of
@@ -125,17 +125,17 @@ def test_a_result_whose_description_is_damaged_is_refused(run: Any, tmp_path: Pa
 
 
 def test_selected_stages_need_the_results_of_the_others(run: Any) -> None:
-    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    stages = {"data": DATA, "chosen": CHOSEN, "again": AGAIN}
     with raises_error("missing_result", stage="data"):
         run(stages, Selection(("chosen",)))
     assert started(run(stages, Selection(until="chosen"))) == ["data", "chosen"]
-    assert started(run(stages, Selection(start="labelled"))) == ["labelled"]
+    assert started(run(stages, Selection(start="again"))) == ["again"]
     with raises_error("unknown_stage", stage="choosen"):
         run(stages, Selection(("choosen",)))
 
 
 def test_a_plan_runs_nothing(run: Any, tmp_path: Path) -> None:
-    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    stages = {"data": DATA, "chosen": CHOSEN, "again": AGAIN}
     pipeline = Pipeline(PipelineConfig.from_dict({"stages": stages}), tmp_path / "run")
     assert [state for _, state, _ in pipeline.plan()] == ["to run"] * 3
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quick_pipelines import CHOSEN, DATA, LABELLED, gate, report, started
+from quick_pipelines import AGAIN, CHOSEN, DATA, SCORED, gate, report, started
 from raises import raises_error
 from rlhf_algos.pipeline import results
 from rlhf_algos.pipeline.config import PipelineConfig
@@ -28,8 +28,8 @@ def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
         "data": DATA,
         "chosen": CHOSEN,
         "first": {"kind": "gate", **gate(same, before)},
-        "labelled": LABELLED,
-        "second": {"kind": "gate", **gate(worse, before, "${labelled}", on_failure="rollback")},
+        "again": AGAIN,
+        "second": {"kind": "gate", **gate(worse, before, "${again}", on_failure="rollback")},
         "after": {"kind": "filter", "config": {"rows": "${current.policy}/rows.jsonl", "to": "sft"}},
     }
     pipeline = run(stages)
@@ -40,8 +40,8 @@ def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
     assert (root / "current/policy").resolve() == (root / entries["chosen"]["folder"]).resolve()
     assert entries["after"]["inputs"] == {"${current.policy}": entries["chosen"]["address"]}
     (reason,) = (root / "rejected").glob("second-*/reason.json")
-    assert json.loads(reason.read_text())["candidate"]["path"] == entries["labelled"]["folder"]
-    assert (root / entries["labelled"]["folder"] / "rows.jsonl").exists()  # rejected, and kept
+    assert json.loads(reason.read_text())["candidate"]["path"] == entries["again"]["folder"]
+    assert (root / entries["again"]["folder"] / "rows.jsonl").exists()  # rejected, and kept
     (root / "current/policy").unlink()  # as a copy leaves it that follows links
     shutil.copytree(root / entries["chosen"]["folder"], root / "current/policy")
     with raises_error("not_a_link", path=str(root / "current/policy")):
@@ -95,8 +95,8 @@ def test_a_promotion_that_is_withdrawn_gives_the_role_back(run: Any, tmp_path: P
     """The second round's model is accepted, then rejected: the first round's has the role, not the start."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
     base = {"data": DATA, "chosen": CHOSEN, "start": {"kind": "gate", **gate(good, good)}}
-    one = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 1.0}}
-    two = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    one = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 1.0}}
+    two = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     first = run({**base, "made": one, "canary": {"kind": "gate", **gate(good, good, "${made}")}})
     promoted = first.store.held["policy"]
     assert promoted.stage == "canary"
@@ -132,7 +132,7 @@ def canary(tmp_path: Path, **fields: Any) -> dict[str, Any]:
 def test_a_model_that_passed_twice_loses_its_role_to_the_one_before(run: Any, tmp_path: Path) -> None:
     """Pass, pass by other ratings, fail, and the same again: the start model has the role, and keeps it."""
     start = report(tmp_path / "good", sums=[1.0] * 400)
-    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     stages = {
         "data": DATA,
         "chosen": CHOSEN,
@@ -158,17 +158,17 @@ def test_a_model_that_passed_twice_loses_its_role_to_the_one_before(run: Any, tm
 def test_a_model_that_lost_its_role_does_not_get_it_back(run: Any, tmp_path: Path) -> None:
     """The second is rejected while the third has the role; when that is rejected, too, the first has it."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
-    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     held = []
     for second, third in ((good, good), (bad, good), (bad, bad)):
         pipeline = run(
             {
                 "data": DATA,
                 "chosen": CHOSEN,
-                "labelled": LABELLED,
+                "again": AGAIN,
                 "made": made,
                 "first": {"kind": "gate", **gate(good, good)},
-                "second": {"kind": "gate", **gate(second, good, "${labelled}", on_failure="rollback")},
+                "second": {"kind": "gate", **gate(second, good, "${again}", on_failure="rollback")},
                 "third": {"kind": "gate", **gate(third, good, "${made}", on_failure="rollback")},
             }
         )
@@ -179,7 +179,7 @@ def test_a_model_that_lost_its_role_does_not_get_it_back(run: Any, tmp_path: Pat
 @pytest.mark.slow
 def test_a_verdict_that_can_no_longer_decide_moves_no_role(run: Any, tmp_path: Path) -> None:
     """An emptied file of ratings says nothing against the model that was promoted."""
-    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     stages = {"data": DATA, "canary_made": made, "canary": canary(tmp_path)}
     rate(tmp_path / "canary.jsonl", 280, 120)
     promoted = run(stages).store.held["policy"]
@@ -192,7 +192,7 @@ def test_a_verdict_that_can_no_longer_decide_moves_no_role(run: Any, tmp_path: P
 @pytest.mark.slow
 def test_ratings_of_another_model_do_not_count_for_the_candidate(run: Any, tmp_path: Path) -> None:
     """A canary of another round got them; they count for what the candidate is compared with."""
-    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     stages = {"data": DATA, "canary_made": made, "canary": canary(tmp_path)}
     rate(tmp_path / "canary.jsonl", 280, 120, folder=f"/elsewhere/results/kto-{'0' * 16}/run/final")
     first = run(stages)
@@ -217,7 +217,7 @@ def test_after_a_rejection_the_pipeline_goes_on_with_what_the_gate_accepted_befo
     after = {"kind": "filter", "config": {"rows": "${current.policy}/rows.jsonl", "to": "sft"}}
 
     def stages(share: float, measured: str) -> dict[str, Any]:
-        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": share}}
         judged = {"kind": "gate", **gate(measured, good, "${made}", on_failure="rollback")}
         first = {"kind": "gate", **gate(good, good)}
         return {
@@ -243,7 +243,7 @@ def test_a_plan_says_that_a_gate_waits_for_the_role_that_it_compares_with(run: A
     good = report(tmp_path / "good", sums=[1.0] * 400)
 
     def stages(share: float, **conditions: Any) -> dict[str, Any]:
-        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": share}}
         first = {"kind": "gate", **gate(good, good, "${made}")}
         second = {"kind": "gate", **gate(good, good), "gates": [{"metric": "sums", **conditions}]}
         return {"data": DATA, "chosen": CHOSEN, "made": made, "first": first, "second": second}
@@ -274,7 +274,7 @@ def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) 
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
 
     def stages(share: float, measured: str) -> dict[str, Any]:
-        made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": share}}
+        made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": share}}
         judged = {"kind": "gate", **gate(measured, good, "${made}", on_failure="rollback")}
         first = {"kind": "gate", **gate(good, good)}
         return {"data": DATA, "chosen": CHOSEN, "first": first, "made": made, "judged": judged}
@@ -290,7 +290,7 @@ def test_a_former_model_that_was_deleted_gets_no_role(run: Any, tmp_path: Path) 
 def test_a_manifest_without_former_holders_keeps_its_roles(run: Any, tmp_path: Path) -> None:
     """As earlier versions wrote it."""
     good, bad = report(tmp_path / "good", sums=[1.0] * 400), report(tmp_path / "bad", sums=[0.0] * 400)
-    made = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "top_share": 0.5}}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
     first = {"kind": "gate", **gate(good, good)}
     stages = {"data": DATA, "chosen": CHOSEN, "first": first, "made": made}
     judged = {"kind": "gate", **gate(good, good, "${made}", on_failure="rollback")}
@@ -348,13 +348,13 @@ def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     stages = {
         "data": DATA,
         "chosen": CHOSEN,
-        "labelled": LABELLED,
+        "again": AGAIN,
         "first": {"kind": "gate", **gate(good, good)},
-        "gate": gate(good, good, "${labelled}"),
+        "gate": gate(good, good, "${again}"),
     }
     run(stages)
     promoted = link.resolve()
-    assert "labelled" in json.loads((tmp_path / "run/pipeline.json").read_text())["stages"]
+    assert "again" in json.loads((tmp_path / "run/pipeline.json").read_text())["stages"]
     seen.clear()
     before = (tmp_path / "run/pipeline.json").read_bytes()
     again = run(stages)
@@ -364,7 +364,7 @@ def test_a_round_that_has_not_decided_leaves_the_role_to_who_has_it(
     rejected = run({**stages, "gate": gate(bad, good, "${data.sft}")})  # another candidate, a new verdict
     assert rejected.store.entries["gate"]["decision"] == "rejected"
     assert set(seen) == {str(promoted)} and link.resolve() == promoted
-    run({**stages, "first": {"kind": "gate", **gate(good, good, "${labelled}")}, "gate": gate(good, good)})
+    run({**stages, "first": {"kind": "gate", **gate(good, good, "${again}")}, "gate": gate(good, good)})
     assert link.resolve() == again.root.joinpath(again.store.entries["chosen"]["folder"]).resolve()
 
 
@@ -374,7 +374,7 @@ def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> N
     bad = report(tmp_path / "bad-2", sums=[0.0] * 400)
     os.symlink(good, tmp_path / "bad-1")
     os.symlink(bad, tmp_path / "bad-3")
-    drawn = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "min_score": "${round}"}}
+    drawn = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "min_score": "${round}"}}
     drawn["config"]["min_score"] = -1
     loop = {
         "rounds": 3,

@@ -66,6 +66,31 @@ def test_demonstrations_are_the_best_and_labels_follow_the_score(chosen: Any) ->
     assert [row["label"] for row in chosen(to="kto", min_score=0.5)] == [True, True, False, True]
 
 
+def test_what_nothing_scored_is_neither_better_nor_worse(tmp_path: Path) -> None:
+    """Scores of reward models are often negative, and a reward may not apply to a completion."""
+    candidates = [("mid", -1.0), ("low", -3.0), ("unscored", None)]
+    row = {"prompt": "p", "completion": "mid", "score": -1.0, "candidates": None}
+    row["candidates"] = [{"text": text, "score": score} for text, score in candidates]
+    lost = {"prompt": "q", "completion": "unscored", "score": None, "candidates": None}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(lost) + "\n")
+
+    def made(**settings: Any) -> list[dict[str, Any]]:
+        choose(tmp_path, {"rows": str(tmp_path / "in.jsonl"), **settings})
+        return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+
+    assert made(to="pairs") == [{"prompt": "p", "chosen": "mid", "rejected": "low"}]
+    assert made(to="sft") == [{"prompt": "p", "completion": "mid"}]
+    # the mean of -1 and -3 is -2
+    assert [(each["completion"], each["label"]) for each in made(to="kto")] == [("mid", True), ("low", False)]
+    (tmp_path / "in.jsonl").write_text(json.dumps(lost) + "\n")
+    assert made(to="sft") == [{"prompt": "q", "completion": "unscored"}]  # as all that was drawn
+    for settings in ({"to": "kto"}, {"to": "sft", "min_score": 0.0}, {"to": "sft", "top_share": 0.5}):
+        with raises_error("unscored_rows"):
+            made(**settings)
+    with raises_error("no_rows_left"):
+        made(to="pairs")
+
+
 def test_collapse_is_told_against_the_first_round() -> None:
     varied = [{"completion": f"{a} {b} and so on"} for a in "abcd" for b in "efgh"]
     same = [{"completion": "yes yes yes yes yes yes yes yes yes yes yes yes"}] * 16

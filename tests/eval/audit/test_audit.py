@@ -46,6 +46,8 @@ def test_a_gap_is_the_difference_of_two_changes_in_standard_deviations() -> None
     assert found.held_gain.estimate == pytest.approx(-1.0 * share)
     assert found.gap.estimate == pytest.approx(2.0 * share)
     assert found.gap.unit == "step" and found.gap.n == 18
+    later = [{**row, "reward_std": 2.0 if step else None} for step, row in enumerate(rows)]
+    assert measure_gap(later, "reward", HELD).gain.estimate == pytest.approx(2.0 / 2 * share)
 
 
 @pytest.mark.parametrize("steps", by_default([12, 60, 500], 12, 60))

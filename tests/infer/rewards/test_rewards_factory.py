@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from raises import raises_error
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
-from rlhf_infer.rewards import RewardFunctions, factory
+from rlhf_infer.rewards import RewardFunctions, factory, rules, spec_parser
 
 from_spec = Factory.from_spec
 PROMPTS: list[Any] = ["p", "q"]
@@ -96,6 +97,30 @@ def test_a_comma_in_a_value_stays() -> None:
     assert spec(["aa,b=c", "aaaa,b=c"]) == [1.0, 0.0]
 
 
+def test_a_rule_s_options_are_read_off_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Keyword:
+        word: str
+        whole: bool = True
+
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            return [float(self.word in text) for text in completions]
+
+    monkeypatch.setitem(rules.RULES, "keyword", Keyword)
+    assert from_spec("keyword:word=hey,whole=false") == Keyword("hey", whole=False)
+    with raises_error("missing_option", option="word"):
+        from_spec("keyword")
+    with raises_error("invalid_option"):
+        from_spec("keyword:word=hey,whole=no")
+    with pytest.raises(TypeError):
+        spec_parser.converter(list[str])
+
+
+def test_a_judge_behind_an_api_has_every_setting_of_its_settings() -> None:
+    judge: Any = from_spec('judge:url=http://h/v1,model=m,api_key_env=none,backoff=2,extra_body={"a": 1}')
+    assert judge.judge.settings.backoff == 2 and judge.judge.settings.extra_body == {"a": 1}
+
+
 def test_every_rule_s_options_have_types_a_line_can_give() -> None:
     for name, builder in factory._builders({}).items():
         assert set(builder.options.values()) <= {str, int, float, dict, json.loads}, name
@@ -163,7 +188,10 @@ def test_code_that_is_not_there(code: Path, spec: str, expected: str, name: str 
         ("", "unknown_reward", None),
         ("length:targt=3", "unknown_option", "targt"),
         ("length:3", "unknown_option", "3"),
-        ("length:target=3,qq=4", "invalid_option", None),
+        ("length:target=3,qq=4", "unknown_option", "qq"),
+        ("exact:column=gold,raed=whole", "unknown_option", "raed"),
+        ("judge:url=http://h/v1,model=m,backof=2", "unknown_option", "backof"),
+        ("remote:url=http://h,name=a,retires=9", "unknown_option", "retires"),
         ("length:target=x", "invalid_option", None),
         ("length", "invalid_value", None),
         ("model", "missing_option", "path"),

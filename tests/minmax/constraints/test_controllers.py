@@ -6,7 +6,6 @@ import math
 import pytest
 
 from raises import raises_error
-from rlhf_data import UserError
 from rlhf_minmax.config.constraints import ConstraintConfig
 from rlhf_minmax.constraints.controllers import Controller
 
@@ -122,12 +121,19 @@ def test_a_multiplier_at_a_bound_is_told_and_zero_has_no_logarithm():
 
 @pytest.mark.parametrize("rule", ["multiplicative", "log"])
 def test_rules_that_cannot_leave_zero_are_refused_it(rule):
-    with pytest.raises(UserError, match="cannot leave 0; set lambda_min above 0"):
+    with raises_error("invalid_value"):
         ConstraintConfig.from_dict({"rule": rule, "lambda_min": 0})
 
 
+def test_a_step_that_takes_the_whole_multiplier_is_refused():
+    assert ConstraintConfig.from_dict({"rule": "multiplicative", "step_size": 0.9})
+    assert ConstraintConfig.from_dict({"rule": "log", "step_size": 1.0})
+    with raises_error("invalid_value"):
+        ConstraintConfig.from_dict({"rule": "multiplicative", "step_size": 1.0})
+
+
 def test_bounds_that_leave_no_room_are_refused():
-    with pytest.raises(UserError, match=r"lambda_min 3\.0 must be below lambda_max 3\.0"):
+    with raises_error("invalid_value"):
         ConstraintConfig.from_dict({"lambda_min": 3, "lambda_max": 3})
 
 

@@ -12,7 +12,8 @@ from typing import Any
 _QUOTED = re.compile(r"""(?<![\w\\])(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """Text quoted by `repr`, as opposed to an apostrophe, which follows a letter."""
 _NO_MEMORY = re.compile(
-    "(can't|cannot) allocate memory|can't start new thread|bad_alloc|failed to map segment", re.IGNORECASE
+    "(can't|cannot) allocate memory|not enough memory|can't start new thread|bad_alloc|failed to map segment",
+    re.IGNORECASE,
 )
 
 
@@ -47,7 +48,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of Python or torch says that memory, or room for a thread, ran out."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or _NO_MEMORY.search(str(error)) is not None
 
 
 @contextmanager

@@ -97,7 +97,8 @@ class DPOConfig(ReferenceConfig):
     def _smoothing_has_a_use(self) -> Self:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ValueError(
-                f"label_smoothing has no meaning with loss_type {self.loss_type}; set it to 0 or take sigmoid"
+                f"label_smoothing has no meaning with loss_type {self.loss_type}; set it to 0, or take "
+                "sigmoid or robust"
             )
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,20 @@ class StageKind:
                 raise UserError(
                     f"{where}: key {key} is missing; give it a value", code="missing_key", key=key
                 )
-        for key in settings if self.allowed is not None else ():
-            if key not in (self.allowed or ()):
-                raise UserError(
-                    f"{where}: unknown key {key}; valid keys are {', '.join(self.allowed or ())}",
-                    code="unknown_key",
-                    key=key,
-                )
+        if self.allowed is not None:
+            _check_keys(settings, self.allowed, where)
         if self.check is not None:
             self.check(settings, where)
+
+
+def _check_keys(settings: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+    for key in settings:
+        if key not in allowed:
+            raise UserError(
+                f"{where}: unknown key {key}; valid keys are {', '.join(allowed)}",
+                code="unknown_key",
+                key=key,
+            )
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
@@ -132,15 +137,9 @@ def _data(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _check_data(settings: dict[str, Any], where: str) -> None:
-    allowed = ("input", *_PREPARE) if "input" in settings else ("rows", "world", "seed")
-    for key in settings:
-        if key not in allowed:
-            raise UserError(
-                f"{where}: unknown key {key}; valid keys are {', '.join(allowed)}, and with input those of "
-                "rlhf-report prepare",
-                code="unknown_key",
-                key=key,
-            )
+    _check_keys(
+        settings, ("input", *PREPARE_KEYS) if "input" in settings else ("rows", "world", "seed"), where
+    )
 
 
 def _generate(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
@@ -200,9 +199,19 @@ def _step(name: str) -> Command:
 
 
 _TRAINED = {"final": "run/final", "run": "run", "metrics": "run/metrics.jsonl"}
-_PREPARE = (
+PREPARE_KEYS = (
     *("kind", "columns", "tokenizer", "against", "ties", "min_words", "duplicate_rows", "duplicate_prompts"),
-    *("contradictions", "max_length", "truncation", "eval_fraction", "stratify_by", "seed", "on_bad_row"),
+    *(
+        "near_threshold",
+        "near_unit",
+        "near_size",
+        "contradictions",
+        "margins",
+        "tie_similarity",
+        "min_tokens",
+    ),
+    *("max_length", "truncation", "convert", "eval_fraction", "stratify_by", "strata", "source_column"),
+    *("group_prompts", "contamination_words", "seed", "on_bad_row"),
 )
 _SAMPLING_KEYS = (
     *("prompts", "model", "reward", "reward_weights"),
@@ -214,10 +223,11 @@ _REFINE_KEYS = (
     *(*_SAMPLING_KEYS, "critic", "critic_max_tokens", "principles", "rounds", "until", "keep", "min_gain"),
     *("verdict", "templates"),
 )
-_EVALUATE_KEYS = (
+EVALUATE_KEYS = (
     *("model", "reference", "prompts", "reward_model", "held_out_reward", "judge", "judge_labels", "pairs"),
     *("adversarial", "num_prompts", "winrate_prompts", "samples", "max_new_tokens", "temperature", "seed"),
-    *("gen_batch_size", "dtype", "no_kl", "on_bad_row", "backend"),
+    *("gen_batch_size", "dtype", "no_kl", "on_bad_row"),
+    *("backend", "vllm_server", "vllm_gpu_memory_utilization"),
 )
 _SERVE_KEYS = (
     *("model", "prompts", "rows", "max_tokens", "temperature", "reward_model", "n", "backend"),
@@ -328,7 +338,7 @@ KINDS: dict[str, StageKind] = {
     "evaluate": StageKind(
         *(_evaluate, {"report": "report"}, ("report/completions",)),
         required=("model", "prompts"),
-        allowed=_EVALUATE_KEYS,
+        allowed=EVALUATE_KEYS,
         seed="seed",
     ),
     "capability": StageKind(

@@ -23,9 +23,8 @@ _LEAST, _MOST = 0.5, 2.0
 """Of its value in the first round, below and above which a measure of texts raises an alarm."""
 
 
-def metrics_of(kind: str, folder: Path) -> dict[str, Any]:
+def metrics_of(folder: Path) -> dict[str, Any]:
     """Numbers about a finished stage, the same whenever and however often it was interrupted."""
-    del kind
     for path, read in _READERS.items():
         if (folder / path).is_file():
             return read(folder)

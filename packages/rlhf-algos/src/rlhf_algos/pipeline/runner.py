@@ -241,7 +241,7 @@ class Pipeline:
                     stage=stage.name,
                     exit_code=code,
                 )
-        result = store.finish(stage.kind, planned.address, metrics_of(stage.kind, folder))
+        result = store.finish(stage.kind, planned.address, metrics_of(folder))
         seconds = round(time.monotonic() - began, 2)
         store.log(
             *("finished", stage.name), address=planned.address, seconds=seconds, metrics=result["metrics"]

@@ -123,12 +123,12 @@ def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> li
     least = float(settings.get("min_gap") or 0.0)
     made = []
     for row in rows:
-        ranked = sorted(_candidates(row, settings["rows"]), key=lambda each: -_score(each))
+        ranked = _ranked(row, settings["rows"])
         sides = [
             _column(row, name, settings["rows"]) if name else ranked[place]["text"]
             for name, place in ((chosen, 0), (rejected, -1))
         ]
-        gap = _score(ranked[0]) - _score(ranked[-1])
+        gap = _score(ranked[0]) - _score(ranked[-1]) if _is_scored(ranked[0]) else 0.0
         scored = not chosen and not rejected
         texts = {side.strip() for side in sides}
         if len(texts) < 2 or "" in texts or (scored and not (gap > 0 and gap >= least)):
@@ -139,13 +139,18 @@ def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> li
 
 def _demonstrations(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The best candidates of at least `min_score`, of those the `top_share` with the highest scores."""
-    least = settings.get("min_score")
+    least, share = settings.get("min_score"), settings.get("top_share")
     best = []
+    scored = _some_are_scored(rows, settings["rows"])
+    if not scored and not (least is None and share is None):
+        raise _unscored(settings["rows"], "min_score and top_share")
     for row in rows:
-        found = max(_candidates(row, settings["rows"]), key=_score)
-        if found["text"].strip() and (least is None or _score(found) >= least):
-            best.append((_score(found), _kept(row) | {"prompt": row["prompt"], "completion": found["text"]}))
-    share = settings.get("top_share")
+        found = _ranked(row, settings["rows"])[0]
+        if not found["text"].strip() or (scored and not _is_scored(found)):
+            continue
+        value = _score(found) if scored else 0.0
+        if least is None or value >= least:
+            best.append((value, _kept(row) | {"prompt": row["prompt"], "completion": found["text"]}))
     if share is None:
         return [row for _, row in best]
     count = math.ceil(float(share) * len(best))
@@ -154,11 +159,13 @@ def _demonstrations(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, An
 
 
 def _labelled(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every candidate, good from `min_score` on; without it, from the mean score of all on."""
-    every = [(row, each) for row in rows for each in _candidates(row, settings["rows"])]
+    """Every candidate that has a score, good from `min_score` on; without it, from their mean on."""
+    if not _some_are_scored(rows, settings["rows"]):
+        raise _unscored(settings["rows"], "labels")
+    every = [(row, each) for row in rows for each in _candidates(row, settings["rows"]) if _is_scored(each)]
     scores = [_score(each) for _, each in every]
     least = settings.get("min_score")
-    limit = sum(scores) / len(scores) if least is None and scores else float(least or 0.0)
+    limit = sum(scores) / len(scores) if least is None else float(least)
     return [
         {"prompt": row["prompt"], "completion": each["text"], "label": _score(each) >= limit}
         for row, each in every
@@ -184,9 +191,31 @@ def _candidates(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     return found
 
 
+def _ranked(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """The candidates that have a score, the best first; all as they come where none has."""
+    found = _candidates(row, path)
+    return sorted(filter(_is_scored, found), key=_score, reverse=True) or found
+
+
+def _is_scored(candidate: Mapping[str, Any]) -> bool:
+    """Whether a reward scored it; `rlhf-serve generate` writes null where none could."""
+    return isinstance(candidate.get("score"), int | float)
+
+
 def _score(candidate: Mapping[str, Any]) -> float:
-    value = candidate.get("score")
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(candidate["score"])
+
+
+def _some_are_scored(rows: Sequence[Mapping[str, Any]], path: str) -> bool:
+    return any(_is_scored(each) for row in rows for each in _candidates(row, path))
+
+
+def _unscored(path: str, what: str) -> UserError:
+    return UserError(
+        f"{path}: no completion has a score, which {what} need; give the stage that generates a reward, or "
+        "put a stage of kind score before this one",
+        code="unscored_rows",
+    )
 
 
 def _column(row: Mapping[str, Any], name: str, path: str) -> str:

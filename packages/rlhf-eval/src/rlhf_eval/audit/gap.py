@@ -103,8 +103,8 @@ def measure_gap(rows: Rows, train: str, held_out: str) -> Gap:
 def _standardised(rows: Rows, key: str, size: int) -> np.ndarray:
     values = np.array([float(row[key]) for row in rows])
     spread_key = f"{key[:-5]}/std" if key.endswith("/mean") else f"{key}_std"
-    logged = rows[0].get(spread_key)
-    spread = float(logged) if _number(logged) and logged else float(values[:size].std(ddof=1))
+    logged = next((row[spread_key] for row in rows if _number(row.get(spread_key))), None)
+    spread = float(logged) if logged else float(values[:size].std(ddof=1))
     if not spread > 0:
         raise UserError(f"{key} is the same in all of the first steps, so that it has no scale to compare on")
     return (values - values[:size].mean()) / spread

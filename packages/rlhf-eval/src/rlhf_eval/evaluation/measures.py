@@ -219,7 +219,7 @@ def _corrected(verdicts: Verdicts, judge: PairJudge, labels: Sequence[Preference
     decided = np.isfinite(on_labels) & (on_labels != 0.5)
     ours = _means(verdicts)
     ours = ours[np.isfinite(ours) & (ours != 0.5)]
-    agreement = float((on_labels[decided] > 0.5).__eq__(is_first[decided]).mean()) if decided.any() else None
+    agreement = float(np.mean((on_labels[decided] > 0.5) == is_first[decided])) if decided.any() else None
     found: dict[str, Any] = {"labels": {"pairs": len(labels), "decided": int(decided.sum())}}
     found["labels"]["agreement"] = agreement
     try:

@@ -215,7 +215,7 @@ def choose_samples(
     chosen = {
         "random": np.sort(rng.choice(len(table), min(count, len(table)), replace=False)),
         "suspected flip": rows["suspected_flip"][:count],
-        "contradiction": opposed[:count],
+        "contradiction": opposed[: count - count % 2],
         "tie": ties[:count],
         "empty": rows["empty_completion"][:count],
         "longest": np.argsort(-lengths, kind="stable")[:count],

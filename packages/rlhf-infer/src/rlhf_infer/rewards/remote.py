@@ -104,7 +104,7 @@ class RemoteReward:
                     "chat template; set protocol=columns if it reads messages",
                     self.url,
                 )
-        size = self.batch_size or len(completions)
+        size = self.batch_size or max(1, len(completions))
         requests = []
         for start in range(0, len(completions), size):
             part = slice(start, start + size)

@@ -21,6 +21,8 @@ from rlhf_infer.rewards.conventions import RewardFunction, function_name
 
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _ATTRIBUTES = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_FREE = {"pattern", "template", "extra_body", "url", "path", "principles", "base", "judge"}
+"""Options whose values may have a comma and `name=` in them."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Builder:
 
 def builder_of(kind: type) -> Builder:
     """The builder of a class whose options are its constructor's annotated arguments."""
-    options = {}
-    for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
-        options[name] = _plain_type(parameter.annotation)
-    return Builder(kind, options)
+    parameters = inspect.signature(kind, eval_str=True).parameters
+    options = {name: converter(parameter.annotation) for name, parameter in parameters.items()}
+    required = (name for name, parameter in parameters.items() if parameter.default is parameter.empty)
+    return Builder(kind, options, tuple(required))
 
 
 def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]) -> RewardFunction:
@@ -182,8 +184,14 @@ def _parsed(rule: str, builder: Builder, text: str) -> dict[str, Any]:
 
 
 def _parts(builder: Builder, text: str) -> list[str]:
-    names = "|".join(map(re.escape, builder.options))
-    return re.split(rf",(?=(?:{names})=)", text)
+    parts: list[str] = []
+    for part in re.split(r",(?=[a-z_]+=)", text):
+        known = part.partition("=")[0] in builder.options
+        if parts and not known and parts[-1].partition("=")[0] in _FREE:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
 
 
 def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
@@ -207,10 +215,28 @@ def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
         raise UserError(message, code="invalid_option") from error
 
 
-def _plain_type(annotation: Any) -> type:
-    """`int` of `int | None`, `str` of `Literal["a", "b"]`."""
+def converter(annotation: Any) -> Callable[[str], Any]:
+    """What turns a text into an option's value: `int` for `int | None`, `str` for `Literal["a", "b"]`.
+
+    Raises:
+        TypeError: a text cannot be turned into such a value.
+    """
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(each for each in typing.get_args(annotation) if each is not type(None))
     if typing.get_origin(annotation) is typing.Literal:
         return str
-    return annotation
+    if typing.get_origin(annotation) is dict:
+        return json.loads
+    if annotation is bool:
+        return _truth
+    if annotation in (str, int, float):
+        return annotation
+    raise TypeError(
+        f"an option of type {annotation} cannot be written in a line; use str, int, float or bool"
+    )
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("expected true or false")
+    return text == "true"

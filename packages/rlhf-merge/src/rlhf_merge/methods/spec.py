@@ -140,7 +140,12 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "rescale": Parameter(True, "divide what is kept by the probability to keep it"),
     "sign": Parameter("mass", "how the sign of an element is elected", choices=("mass", "count")),
-    "t": Parameter(0.5, "how far to go from the first model to the second", 0.0, 1.0),
+    "t": Parameter(
+        0.5,
+        "how far to go from the first model to the second, or an element may move",
+        0.0,
+        1.0,
+    ),
 }
 """Every parameter of every method: those that families share, then each family's own `PARAMETERS`. A method
 may have another default."""

@@ -205,7 +205,7 @@ def layer_wise_interpolation(
     """
     setting, counts = Setting.parse(t, PARAMETERS["t"], "t"), layer_counts(first)
     result = {}
-    for name in [*first, *second]:
+    for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:
             message = f"tensor {name} is in one of the models only; both must have the same tensors"
             raise MergeError(message, code="missing_tensor", tensor=name)

@@ -14,8 +14,8 @@ from rlhf_minmax.formats import MIN_EVIDENCE_WORDS
 class ConstraintConfig(BaseConfig):
     """The monitor's truthfulness constraint, and how its λ moves."""
 
-    threshold: float = Field(default=0.05, ge=0)
-    """Violation that is tolerated."""
+    threshold: float = Field(default=0.05, ge=0, le=1)
+    """Violation that is tolerated, a share of the critiques."""
     rule: DualRule = "log"
     """How λ moves: see docs/minmax.md."""
     step_size: float = Field(default=0.5, gt=0)
@@ -46,6 +46,11 @@ class ConstraintConfig(BaseConfig):
             raise ValueError(f"lambda_min {self.lambda_min} must be below lambda_max {self.lambda_max}")
         if self.rule in ("multiplicative", "log") and self.lambda_min == 0:
             raise ValueError(f"rule {self.rule} cannot leave 0; set lambda_min above 0")
+        if self.rule == "multiplicative" and self.step_size >= 1:
+            raise ValueError(
+                f"step_size {self.step_size}: rule multiplicative takes λ times 1 - step_size where the "
+                "constraint holds; expected less than 1"
+            )
         return self
 
     def dual_settings(self) -> DualSettings:
@@ -61,12 +66,6 @@ class ConstraintConfig(BaseConfig):
             derivative_gain=self.derivative_gain,
             warmup_steps=self.warmup_steps,
         )
-
-    @model_validator(mode="after")
-    def _threshold_is_a_share(self) -> Self:
-        if self.threshold > 1:
-            raise ValueError(f"threshold {self.threshold} is a share of critiques; expected at most 1")
-        return self
 
 
 class GuardConfig(BaseConfig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_data import Text, UserError, model_folder
 from rlhf_infer.judges.settings import FENCED_TEMPLATE, JUDGE_TEMPLATE, APISettings
+from rlhf_infer.rewards.spec_parser import converter
 from rlhf_infer.rewards.texts import text_of
 
 if TYPE_CHECKING:
@@ -18,27 +18,9 @@ if TYPE_CHECKING:
     from rlhf_infer.judges.api import APIJudge
     from rlhf_infer.judges.prompted import Judge
 
-API_OPTIONS: dict[str, Any] = {
-    "url": str,
-    "model": str,
-    "path": str,
-    "template": str,
-    "name": str,
-    "dtype": str,
-    "device": str,
-    "cache": str,
-    "answer": str,
-    "api_key_env": str,
-    "timeout": float,
-    "max_retries": int,
-    "deadline": float,
-    "concurrency": int,
-    "requests_per_minute": float,
-    "max_tokens": int,
-    "max_tokens_name": str,
-    "extra_body": json.loads,
-    "prompt_price": float,
-    "completion_price": float,
+_OWN = ("url", "model", "path", "template", "name", "dtype", "device", "cache")
+API_OPTIONS: dict[str, Any] = dict.fromkeys(_OWN, str) | {
+    name: converter(field.annotation) for name, field in APISettings.model_fields.items()
 }
 """Options of `judge:` in a line, and what a text is turned into."""
 _LOCAL = {"dtype", "device"}

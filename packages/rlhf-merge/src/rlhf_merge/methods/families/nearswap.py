@@ -18,10 +18,10 @@ def nearswap(base: Tensor, other: Tensor, t: float = 0.001) -> Tensor:
     Args:
         base: θ₀.
         other: θ₁.
-        t: farthest an element may move, ≥ 0.
+        t: farthest an element may move, in [0, 1].
 
     Raises:
-        ValueError: shapes differ, or t is negative.
+        ValueError: shapes differ, or t is out of range.
     """
     return merge("nearswap", base, [other], {"t": t})
 
