@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from files import read_lines
+from rlhf_eval.scoring import Scorer
+from rlhf_report import attack
 from rlhf_report.cli import main
 
 ROWS = [
@@ -99,3 +102,20 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     found = call(tmp_path / "none", write(tmp_path / "rows.jsonl", ROWS), "--output-dir", tmp_path / "out")
     assert found.exit_code == 2 and str(tmp_path / "none") in found.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_with_a_chat_template_reads_a_chat_as_the_policy_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def scores(batch: Any) -> np.ndarray:
+        seen.extend(zip(batch.prompts, batch.completions, strict=True))
+        return np.ones((1, len(batch.prompts)))
+
+    for reads_chat in (True, False):
+        scorer = Scorer("r", scores, reads_chat=reads_chat)
+        monkeypatch.setattr(attack, "load_scorer", lambda spec, scorer=scorer: scorer)
+        assert list(attack._rated("r", 0.5, {"q": {"answer": "a"}}).reward(["q"], ["said"])) == [1.0]
+    chat = ([{"role": "user", "content": "q"}], [{"role": "assistant", "content": "said"}])
+    assert seen == [chat, ("q", "said")]

@@ -155,6 +155,30 @@ def test_a_comparison_at_equal_budgets_says_what_on_what_and_that_prompts_were_t
     assert found["plan"] is None
 
 
+def test_held_out_metrics_begin_where_the_start_was_measured(compare: Compare) -> None:
+    """All runs reach a KL of .004; there `fast` lies at .7 + .4 · (.3 − .7) on the way to its first point."""
+    for name, points in (("fast", [(0.01, 0.3), (0.02, 0.2)]), ("slow", [(0.002, 0.6), (0.004, 0.4)])):
+        log = [
+            {"step": step, "loss": 0.5, "eval_loss": loss, "eval_ref_kl": kl}
+            for step, (kl, loss) in zip((3, 6), points, strict=True)
+        ]
+        write(name, log, method="dpo", seed=1)
+        before = {"eval_loss": 0.7, "eval_ref_kl": 0.0, "eval_other": 1.0}
+        Path(name, "before.json").write_text(json.dumps(before))
+    _, found = compare("fast=fast", "slow=slow", "--metric", "eval_loss")
+    known = {name: measures(found, name) for name in ("fast", "slow")}
+    assert {name: each["at_matched_kl"]["value"] for name, each in known.items()} == {
+        "fast": pytest.approx(0.54),
+        "slow": pytest.approx(0.4),
+    }
+    assert known["fast"]["gain"]["value"] == pytest.approx(0.5)
+    for name in ("fast", "slow"):
+        Path(name, "before.json").unlink()
+    _, found = compare("fast=fast", "slow=slow", "--metric", "eval_loss")
+    assert measures(found, "fast")["at_matched_kl"]["known"] == 0  # it began beyond
+    assert measures(found, "fast")["gain"]["known"] == 0 and found["threshold"] is None
+
+
 @pytest.mark.slow
 def test_names_make_groups(compare: Compare) -> None:
     for i, beta in enumerate((0.1, 0.1, 0.4, 0.4)):

@@ -21,6 +21,7 @@ from rlhf_eval.evaluation import (
     Written,
     judge_agreement,
     measure_against,
+    pair_judges,
     trade_off,
 )
 from rlhf_eval.evaluation.divergence import divergences
@@ -199,6 +200,34 @@ def hash_share(*texts):
     import hashlib
 
     return int.from_bytes(hashlib.blake2b("".join(texts).encode(), digest_size=4).digest()) / 2**32
+
+
+def test_a_reward_as_judge_reads_chats_as_the_reward_does():
+    """Messages get the score 1 per letter, and texts, in which none were trained, the opposite."""
+
+    def scores(batch):
+        signs = [1 if isinstance(prompt, list) else -1 for prompt in batch.prompts]
+        said = [each[0]["content"] if isinstance(each, list) else each for each in batch.completions]
+        return np.array([[sign * len(text) for sign, text in zip(signs, said, strict=True)]], dtype=float)
+
+    chat = Scorer("chat", scores, reads_chat=True)
+    prompts = [PromptRecord([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    made = [RLHFEvaluator(None, None, chat, prompts, config=EvalConfig(), place=Place(name)) for name in "ab"]
+    for each, texts in zip(made, (("aaa", "bb", "cc"), ("a", "b", "c")), strict=True):
+        each.with_completions([[Written(text)] for text in texts])
+    labels = [
+        PreferenceRecord(
+            [{"role": "user", "content": f"q{i}"}],
+            [{"role": "assistant", "content": "long"}],
+            [{"role": "assistant", "content": "no"}],
+        )
+        for i in range(8)
+    ]
+    judge = pair_judges._by_score(chat)
+    found = measure_against(*made, [judge], labels=labels)
+    assert found["reward"]["estimate"] == pytest.approx(4 / 3)
+    assert found["judges"]["chat"]["win_rate"]["estimate"] == 1
+    assert found["judges"]["chat"]["labels"]["agreement"] == 1
 
 
 def test_unread_verdicts_do_not_count():

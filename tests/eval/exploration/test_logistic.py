@@ -88,8 +88,15 @@ def test_intervals_of_no_effect_hold_it():
 
 
 def test_log_odds_by_hand():
-    # 20 of 100 against 10 of 100 with a prior of 500: α = 500 · 30/200 = 75 for the first phrase.
-    delta, z = log_odds(np.array([20, 80]), np.array([10, 90]), (100, 100))
-    expected = np.log((20 + 75) / (600 - 95)) - np.log((10 + 75) / (600 - 85))
+    # 20 of 100 against 10 of 100; of all phrases there are 200: α = 500 · 30/200 = 75, β = 500 · 170/200.
+    delta, z = log_odds(np.array([20, 80]), np.array([10, 90]), total=200, pairs=100)
+    expected = np.log((20 + 75) / (80 + 425)) - np.log((10 + 75) / (90 + 425))
     assert delta[0] == pytest.approx(expected) and delta[0] == pytest.approx(-delta[1])
-    assert z[0] == pytest.approx(expected / np.sqrt(1 / 95 + 1 / 85))
+    assert z[0] == pytest.approx(expected / np.sqrt(1 / 95 + 1 / 505 + 1 / 85 + 1 / 515))
+
+
+def test_what_both_sides_say_as_often_says_nothing():
+    delta, z = log_odds(np.array([100, 40]), np.array([100, 40]), total=7_000, pairs=100)
+    assert delta.tolist() == z.tolist() == [0, 0]
+    _, z = log_odds(np.array([99]), np.array([97]), total=7_000, pairs=100)
+    assert abs(z[0]) < 1.96  # two completions more of a hundred are chance

@@ -118,5 +118,6 @@ def test_what_is_found_is_held_and_the_first(values: list[float], threshold: flo
 def test_the_value_at_a_kl() -> None:
     # From (1, 10) to (3, 20): half way at 2 is 15; what comes later, lower or not, does not count.
     assert at_kl([0, 1, 3, 1, 5], [0, 10, 20, 99, 99], 2) == pytest.approx(15)
-    assert at_kl([0, 1], [0, 10], 1) == 10 and at_kl([2, 3], [4, 5], 1) == 4
+    assert at_kl([0, 1], [0, 10], 1) == 10 and at_kl([1, 3], [4, 5], 1) == 4
+    assert math.isnan(at_kl([2, 3], [4, 5], 1))  # it begins beyond
     assert math.isnan(at_kl([0, 1], [0, 10], 1.5)) and math.isnan(at_kl([], [], 1))

@@ -11,6 +11,7 @@ import click
 from rlhf_data import (
     RunFolder,
     UserError,
+    as_completion,
     atomic_write_text,
     load_records,
     model_folder,
@@ -102,6 +103,10 @@ def _rated(spec: str, least: float, columns: Mapping[str, Mapping[str, Any]]) ->
 
     def reward(prompts: Sequence[str], completions: Sequence[str]) -> Any:
         given = {name: [columns[prompt].get(name) for prompt in prompts] for name in sorted(names)}
-        return scorer(prompts, completions, columns=given).mean(0)
+        if not scorer.reads_chat:
+            return scorer(prompts, completions, columns=given).mean(0)
+        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]  # as the policy is asked
+        said = [as_completion(*each) for each in zip(asked, completions, strict=True)]
+        return scorer(asked, said, columns=given).mean(0)
 
     return Rated(reward, least)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_eval.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, Panel, add_legend, make_panel
-from rlhf_eval.run_comparison import RunCurves, smoothed
+from rlhf_eval.run_comparison import RunCurves, metric_over_kl, smoothed
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 _LINES = ("-", "--", ":", "-.")
@@ -56,10 +56,8 @@ def _over_tokens(run: RunCurves) -> Line:
 
 
 def _over_kl(run: RunCurves) -> Line:
-    if not len(run.kl) or not len(run.metric):
-        return np.empty(0), np.empty(0)
-    values = np.interp(run.kl.steps, run.metric.steps, smoothed(run))
-    return np.sqrt(np.maximum([0.0, *run.kl.values], 0)), np.array([smoothed(run)[0], *values])
+    kls, values = metric_over_kl(run)
+    return np.sqrt(np.maximum(kls, 0)), values
 
 
 def _drawn(groups: Sequence[str], lines: Sequence[Line], x_label: str, y_label: str) -> Callable[[Any], None]:

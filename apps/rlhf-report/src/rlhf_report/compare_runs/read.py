@@ -25,6 +25,8 @@ _TIMING = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "
 _POLICY = "policy.jsonl"
 """File of a run of `rlhf-train compare`: measurements of its policies along the way, on the comparison's
 prompts."""
+_BEFORE = "before.json"
+"""File of a run of `rlhf-train`: held-out metrics of the start model."""
 _METRICS = (
     *("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy"),
     *("eval_policy/accuracy", "policy/accuracy"),  # of a game, whose losses say nothing of who wins
@@ -51,7 +53,19 @@ class Run:
         if not self.log.path.is_dir():
             return self.log.rows
         measured = RunFolder(self.log.path).read_lines(_POLICY)
-        return sorted([*self.log.rows, *measured, *self._end()], key=lambda row: row["step"])
+        later = [*self.log.rows, *measured, *self._end()]
+        return sorted([*self._start(later), *later], key=lambda row: row["step"])
+
+    def _start(self, later: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """What was measured of the start model, of what was also measured later."""
+        path, of_game = self.log.path / _BEFORE, self.results.get("before")
+        found: Any = {}
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        elif isinstance(of_game, dict) and "policy/accuracy" in of_game:
+            found = {f"eval_{name}": value for name, value in of_game.items()}
+        if known := {name: value for name, value in found.items() if any(name in row for row in later)}:
+            yield {"step": 0, **known}
 
     def _end(self) -> Iterator[dict[str, Any]]:
         """What a finished game measured of its policy at the end, unless its last step has logged that."""

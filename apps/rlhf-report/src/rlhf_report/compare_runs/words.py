@@ -19,6 +19,7 @@ _NO_ORDER = (
     "all runs log with --metric, or compare what the models write with rlhf-report evaluate."
 )
 _NAMED = 4
+_MODEL_AND_DATA = ("method", "model_name_or_path", "train_data", "eval_data", "reward")
 _FEW = 5
 
 
@@ -104,7 +105,7 @@ def cautions(found: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     for name, own in groups.items():
         if differing := _differing(own):
             said.append(
-                f"The runs of {name} differ in more than the seed ({', '.join(differing[:_NAMED])}): if they "
+                f"The runs of {name} differ in more than the seed ({_shortened(differing)}): if they "
                 "are not seeds of one experiment, name them apart with NAME=RUN."
             )
         seeds = [run.log.config["seed"] for run in own if "seed" in run.log.config]
@@ -147,7 +148,7 @@ def definitions(found: dict[str, Any]) -> list[str]:
         said.append(
             f"At equal KL is the value of {metric} where {found['kl']} first reaches "
             f"{amount(found['matched_kl'])}, the most that all runs reached. Between logged steps it lies on "
-            "a straight line, which begins with a KL of 0 at the start."
+            "a straight line, which begins with a KL of 0 where the start was measured."
         )
     if found["plan"] is not None:
         said.append(
@@ -170,7 +171,7 @@ def _converged(found: dict[str, Any], hold: str) -> str:
     if found["threshold"] is None and not found["comparable"]:
         return "Without one quantity for all runs there is no threshold to reach, and nothing at equal KL."
     if found["threshold"] is None:
-        return "No run ended better than it began, so there is no threshold to reach."
+        return "No run is known to have ended better than it began, so there is no threshold to reach."
     side = "below" if found["lower_is_better"] else "above"
     origin = f"the start plus {FRACTION:g} of the way to the best end of a run"
     return (
@@ -309,11 +310,15 @@ def _reached(run: dict[str, Any]) -> str:
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
-    """Settings in which the runs of a group differ."""
+    """Settings in which the runs of a group differ, model and data first."""
     known = [run.settings for run in runs if run.settings]
-    return sorted(
-        {key for a, b in combinations(known, 2) for key in a.keys() | b if a.get(key) != b.get(key)}
-    )
+    found = {key for a, b in combinations(known, 2) for key in a.keys() | b if a.get(key) != b.get(key)}
+    return [*(key for key in _MODEL_AND_DATA if key in found), *sorted(found - set(_MODEL_AND_DATA))]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return f"{', '.join(names[:_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _range(interval: dict[str, Any]) -> str:

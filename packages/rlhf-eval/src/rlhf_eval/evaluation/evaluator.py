@@ -15,7 +15,7 @@ from rlhf_eval.evaluation.ledger import Ledger
 from rlhf_eval.evaluation.pair_judges import PairJudge, Verdicts
 from rlhf_eval.evaluation.policies import Policy
 from rlhf_eval.evaluation.written import EvalConfig, Place, Written, as_read, prompt_ids, row_of, written_of
-from rlhf_eval.scoring import Scorer, as_text
+from rlhf_eval.scoring import Scorer
 
 if TYPE_CHECKING:
     from rlhf_data import TokenSequence
@@ -189,9 +189,9 @@ class RLHFEvaluator:
         with self.progress(len(left := ledger.missing(keys)), f"{self.name}: {judge.name}") as done:
             for start in range(0, len(left), 32):
                 part = [int(key) for key in left[start : start + 32]]
-                questions = [as_text(self.prompts[i].prompt) for i in part]
+                prompts = [self.prompts[i].prompt for i in part]
                 texts = ([each[i].text for i in part] for each in (ours, theirs))
-                found = judge.compare(questions, *texts)
+                found = judge.compare(prompts, *texts)
                 ledger.add(
                     {
                         str(i): {"ahead": float(ahead), "behind": float(behind)}

@@ -209,13 +209,11 @@ def _judged(
 
 def _corrected(verdicts: Verdicts, judge: PairJudge, labels: Sequence[PreferenceRecord]) -> dict[str, Any]:
     """The true win rate given a judge that errs, from its verdicts on pairs that people ranked."""
-    from rlhf_eval.scoring import as_text
-
-    sides = [(as_text(pair.chosen), as_text(pair.rejected)) for pair in labels]
+    sides = [(pair.chosen, pair.rejected) for pair in labels]
     is_first = np.arange(len(sides)) % 2 == 0
     given = [pair if ahead else pair[::-1] for pair, ahead in zip(sides, is_first, strict=True)]
-    questions = [as_text(pair.prompt) for pair in labels]
-    on_labels = _means(judge.compare(questions, [a for a, _ in given], [b for _, b in given]))
+    prompts = [pair.prompt for pair in labels]
+    on_labels = _means(judge.compare(prompts, [a for a, _ in given], [b for _, b in given]))
     decided = np.isfinite(on_labels) & (on_labels != 0.5)
     ours = _means(verdicts)
     ours = ours[np.isfinite(ours) & (ours != 0.5)]

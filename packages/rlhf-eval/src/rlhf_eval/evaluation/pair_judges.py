@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_data import UserError
-from rlhf_eval.scoring import Scorer, load_scorer
+from rlhf_data import Text, UserError
+from rlhf_eval.evaluation.written import as_read
+from rlhf_eval.scoring import Scorer, as_text, load_scorer
 
 if TYPE_CHECKING:
     from rlhf_infer import APIJudge
@@ -37,12 +38,12 @@ class Verdicts(NamedTuple):
 
 
 class PairJudge:
-    """Something that compares answers; blind, for it is given texts without the models' names.
+    """Something that compares answers; blind, for it is not given the models' names.
 
     Args:
         line: what names it on a command line, and its verdicts where they are kept.
         name: what reports call it.
-        compare: gives the verdicts on n prompts, first answers and second answers.
+        compare: gives the verdicts on n prompts, first answers and second answers, texts or messages.
         has_order: whether the order of the answers can matter to it.
         judge: a judge behind an API, for its usage; None otherwise.
     """
@@ -51,7 +52,7 @@ class PairJudge:
         self,
         line: str,
         name: str,
-        compare: Callable[[Sequence[str], Sequence[str], Sequence[str]], Verdicts],
+        compare: Callable[[Sequence[Text], Sequence[Text], Sequence[Text]], Verdicts],
         *,
         has_order: bool,
         judge: APIJudge | None = None,
@@ -125,8 +126,8 @@ def load_judge(line: str, *, cache_folder: Path | None = None) -> PairJudge:
     judge = made.judge
     pairwise = PairwiseJudge(judge)
 
-    def compare(questions: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> Verdicts:
-        found = pairwise.compare(questions, firsts, seconds)
+    def compare(prompts: Sequence[Text], firsts: Sequence[Text], seconds: Sequence[Text]) -> Verdicts:
+        found = pairwise.compare(*([as_text(each) for each in texts] for texts in (prompts, firsts, seconds)))
         probability, place = found.probability.double().numpy(), found.first_position.double().numpy()
         # p(ahead) = P + f/2 and p(behind) = P − f/2, by the definitions in `PairwiseJudge`.
         return Verdicts(np.clip(probability + place / 2, 0, 1), np.clip(probability - place / 2, 0, 1))
@@ -165,12 +166,12 @@ def read_env_file(path: str) -> dict[str, str]:
 
 
 def _by_score(scorer: Scorer) -> PairJudge:
-    def compare(questions: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> Verdicts:
-        scores: Mapping[bool, np.ndarray] = {
-            is_first: scorer(questions, texts).mean(0)
-            for is_first, texts in ((True, firsts), (False, seconds))
-        }
-        better = (1 + np.sign(scores[True] - scores[False])) / 2
+    def scores(prompts: Sequence[Text], answers: Sequence[Text]) -> np.ndarray:
+        read = [as_read(scorer.reads_chat, *each) for each in zip(prompts, answers, strict=True)]
+        return scorer([prompt for prompt, _ in read], [answer for _, answer in read]).mean(0)
+
+    def compare(prompts: Sequence[Text], firsts: Sequence[Text], seconds: Sequence[Text]) -> Verdicts:
+        better = (1 + np.sign(scores(prompts, firsts) - scores(prompts, seconds))) / 2
         return Verdicts(better, better)
 
     return PairJudge(scorer.name, scorer.name, compare, has_order=False)

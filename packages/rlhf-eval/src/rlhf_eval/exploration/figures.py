@@ -122,7 +122,7 @@ def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
     axes.set_ylim(min(len(shown) - 6, 0) - 0.6, len(shown) - 0.4)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("z of the weighted log-odds; right: more in chosen")
+    axes.set_xlabel("z of the log-odds; right: more in chosen")
 
 
 def _draw_predictors(axes: Any, results: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ _ODDS_NOTE = (
     "of one prompt together."
 )
 _PHRASES_NOTE = (
-    "Weighted log-odds with an informative Dirichlet prior (Monroe et al. 2008); a completion counts a "
-    "phrase once. Shown are phrases of at least ten completions with |z| above 1.96 whose p-value, corrected "
+    "Weighted log-odds that a completion has the phrase, with an informative Dirichlet prior (Monroe et al. "
+    "2008). Shown are phrases of at least ten completions with |z| above 1.96 whose p-value, corrected "
     "for all that were tested (Benjamini and Hochberg 1995), is below 5%."
 )
 

@@ -34,12 +34,14 @@ class PhraseWords:
         ids: (m,) number of each word, 0 where it is too rare to be in a phrase.
         documents: (m,) the completion of each, rising; those of a pair are 2i (chosen) and 2i + 1.
         pairs: How many pairs they are from: those with the first four million words.
+        copies: How many of these are left out as copies.
     """
 
     names: list[str]
     ids: np.ndarray
     documents: np.ndarray
     pairs: int
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -64,29 +66,33 @@ class Phrase:
 
 
 def log_odds(
-    chosen: np.ndarray, rejected: np.ndarray, totals: tuple[float, float]
+    chosen: np.ndarray, rejected: np.ndarray, *, total: float, pairs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted log-odds of each phrase and their z-scores.
+    """Weighted log-odds that a completion has each phrase, and their z-scores.
 
-    With y and y' the counts of a phrase w on both sides, n and n' the totals, α_w = α₀ (y_w + y'_w)/(n + n')
-    and α₀ = 500: δ_w = log((y_w + α_w)/(n + α₀ − y_w − α_w)) − log((y'_w + α_w)/(n' + α₀ − y'_w − α_w)),
-    z_w = δ_w / √(1/(y_w + α_w) + 1/(y'_w + α_w)); Monroe, Colaresi & Quinn 2008, "Fightin' words", eq. 15,
-    16, 20 and 22, https://doi.org/10.1093/pan/mpn018.
+    With y and y' the completions of n on both sides that have a phrase, N the counts of all phrases on both,
+    α = α₀ (y + y')/N, β = α₀ (2n − y − y')/N and α₀ = 500:
+    δ = log((y + α)/(n − y + β)) − log((y' + α)/(n − y' + β)), and z is δ over the root of
+    1/(y + α) + 1/(n − y + β) + 1/(y' + α) + 1/(n − y' + β). That is Monroe, Colaresi & Quinn 2008, "Fightin'
+    words", eq. 15, 16, 19 and 22, https://doi.org/10.1093/pan/mpn018, of completions in place of words: of
+    all words a side with longer texts has smaller shares of every phrase.
 
     Args:
-        chosen: (k,) counts on the preferred side.
-        rejected: (k,) counts on the other.
-        totals: counts of all phrases of this length on both sides, at least the sums of those given.
+        chosen: (k,) completions of the preferred side with each phrase.
+        rejected: (k,) those of the other.
+        total: sum of such counts over all phrases of this length on both sides.
+        pairs: completions of each side.
     """
     y, other = np.asarray(chosen, dtype=float), np.asarray(rejected, dtype=float)
-    prior = _PRIOR * (y + other) / max(sum(totals), 1)
+    strength = _PRIOR / max(total, 1)
+    prior, against = strength * (y + other), strength * (2 * pairs - y - other)
     sides = [
-        # Where a single phrase is all there is, its odds are those against half an occurrence of another.
-        (each + prior, np.maximum(total + _PRIOR - each - prior, 0.5))
-        for each, total in zip((y, other), totals, strict=True)
+        # A phrase that every completion has is given half a completion without it.
+        (each + prior, np.maximum(pairs - each + against, 0.5))
+        for each in (y, other)
     ]
     delta = np.log(sides[0][0] / sides[0][1]) - np.log(sides[1][0] / sides[1][1])
-    return delta, delta / np.sqrt(1 / sides[0][0] + 1 / sides[1][0])
+    return delta, delta / np.sqrt(sum(1 / each for side in sides for each in side))
 
 
 def phrase_words(table: WordTable, *, opening: bool, copies: np.ndarray | None = None) -> PhraseWords:
@@ -113,7 +119,9 @@ def phrase_words(table: WordTable, *, opening: bool, copies: np.ndarray | None =
     numbers = np.zeros(len(counts) + 1, dtype=np.uint16)
     numbers[frequent] = np.arange(1, len(frequent) + 1)
     names = ["", *(table.words[i] for i in frequent.tolist())]
-    return PhraseWords(names, numbers[ids], documents, int(room) // 2)
+    pairs = int(room) // 2
+    left_out = 0 if copies is None else int(np.count_nonzero(copies[:pairs]))
+    return PhraseWords(names, numbers[ids], documents, pairs, left_out)
 
 
 def find_phrases(words: PhraseWords) -> tuple[list[Phrase], int]:
@@ -127,7 +135,8 @@ def find_phrases(words: PhraseWords) -> tuple[list[Phrase], int]:
         The phrases; how many were tested.
     """
     counted = [_count(words.ids, words.documents, n) for n in range(1, _LONGEST + 1)]
-    scores = [log_odds(*counts, totals) for _, counts, totals in counted]
+    pairs = words.pairs - words.copies
+    scores = [log_odds(*counts, total=total, pairs=pairs) for _, counts, total in counted]
     tested = np.concatenate(_not_parts([(keys, sides[0] + sides[1]) for keys, sides, _ in counted]))
     keys = np.concatenate([keys for keys, _, _ in counted])[tested]
     sides = np.concatenate([np.stack(counts, axis=1) for _, counts, _ in counted])[tested]
@@ -145,8 +154,8 @@ def find_phrases(words: PhraseWords) -> tuple[list[Phrase], int]:
 
 def _count(
     ids: np.ndarray, documents: np.ndarray, n: int
-) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], tuple[float, float]]:
-    """Phrases of n words as rising keys of 16 bits a word, how many completions have each, and the totals."""
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float]:
+    """Phrases of n words as rising keys of 16 bits a word, how many completions have each, and their sum."""
     size = max(len(ids) - n + 1, 0)
     keys, whole = np.zeros(size, dtype=np.uint64), np.ones(size, dtype=bool)
     for offset in range(n):
@@ -161,7 +170,7 @@ def _count(
     found, number, side = keys[first], np.cumsum(first)[new] - 1, of[new] % 2
     chosen, rejected = (np.bincount(number[side == each], minlength=len(found)) for each in (0, 1))
     kept = chosen + rejected >= _RAREST
-    return found[kept], (chosen[kept], rejected[kept]), (float(chosen.sum()), float(rejected.sum()))
+    return found[kept], (chosen[kept], rejected[kept]), float(chosen.sum() + rejected.sum())
 
 
 def _name(key: int, names: list[str]) -> str:

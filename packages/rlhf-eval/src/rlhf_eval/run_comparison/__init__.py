@@ -11,5 +11,6 @@ from rlhf_eval.run_comparison.runs import Curve as Curve
 from rlhf_eval.run_comparison.runs import RunCurves as RunCurves
 from rlhf_eval.run_comparison.runs import matched_kl as matched_kl
 from rlhf_eval.run_comparison.runs import measure_run as measure_run
+from rlhf_eval.run_comparison.runs import metric_over_kl as metric_over_kl
 from rlhf_eval.run_comparison.runs import shared_threshold as shared_threshold
 from rlhf_eval.run_comparison.runs import smoothed as smoothed

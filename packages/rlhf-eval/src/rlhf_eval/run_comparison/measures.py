@@ -113,7 +113,7 @@ def at_kl(kls: ArrayLike, values: ArrayLike, at: float) -> float:
         at: The KL.
 
     Returns:
-        The value; the first one where the curve begins beyond `at`, NaN where it never gets there.
+        The value; NaN where the curve begins beyond `at`, or never gets there.
     """
     x, y = np.asarray(kls, dtype=float), np.asarray(values, dtype=float)
     beyond = np.flatnonzero(x >= at)
@@ -121,7 +121,7 @@ def at_kl(kls: ArrayLike, values: ArrayLike, at: float) -> float:
         return math.nan
     i = int(beyond[0])
     if i == 0:
-        return float(y[0])
+        return float(y[0]) if x[0] == at else math.nan
     share = (at - x[i - 1]) / (x[i] - x[i - 1])
     return float(y[i - 1] + share * (y[i] - y[i - 1]))
 

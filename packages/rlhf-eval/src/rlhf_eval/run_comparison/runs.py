@@ -82,14 +82,24 @@ def smoothed(run: RunCurves) -> np.ndarray:
     return run.metric.values if run.held_out else running_mean(run.metric.values, WINDOW)
 
 
+def start_of(run: RunCurves) -> float:
+    """The metric at the start: where it was measured then, or its first value; NaN where it is not known.
+
+    A metric of training is known at its first step; one of held-out rows only where step 0 was measured.
+    """
+    if not len(run.metric) or (run.held_out and run.metric.steps[0] > 0):
+        return math.nan
+    return float(smoothed(run)[0])
+
+
 def shared_threshold(runs: Sequence[RunCurves], *, lower_is_better: bool = False) -> float:
-    """`convergence_threshold` of all runs that have the metric; NaN where none has, or none gets better."""
+    """`convergence_threshold` of all runs whose start is known; NaN where none is, or none gets better."""
     sign = -1 if lower_is_better else 1
-    curves = [smoothed(run) for run in runs if len(run.metric)]
-    if not curves:
+    starts = [start for run in runs if math.isfinite(start := start_of(run))]
+    if not starts:
         return math.nan
     finals = [final_mean(run.metric.values) for run in runs if len(run.metric)]
-    return sign * convergence_threshold([sign * curve[0] for curve in curves], sign * np.array(finals))
+    return sign * convergence_threshold(sign * np.array(starts), sign * np.array(finals))
 
 
 def matched_kl(runs: Sequence[RunCurves]) -> float:
@@ -122,9 +132,9 @@ def measure_run(
         "convergence_tokens": run.tokens.at(step),
         "convergence_seconds": run.seconds.at(step),
         "final": final,
-        "gain": sign * (final - curve[0]) if len(curve) else math.nan,
+        "gain": sign * (final - start_of(run)),
         "final_kl": float(run.kl.values[-1]) if len(run.kl) else math.nan,
-        "at_matched_kl": _at_kl(run, curve, kl),
+        "at_matched_kl": math.nan if math.isnan(kl) else at_kl(*metric_over_kl(run), kl),
         "steps": float(run.metric.steps[-1]) if len(run.metric) else math.nan,
         "tokens": float(run.tokens.values[-1]) if len(run.tokens) else math.nan,
         **run.facts,
@@ -132,9 +142,12 @@ def measure_run(
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
-def _at_kl(run: RunCurves, curve: np.ndarray, kl: float) -> float:
-    """The metric at a KL; before the first step that is 0, and the metric what it is at the first."""
-    if not len(run.kl) or not len(curve) or math.isnan(kl):
-        return math.nan
-    metric = np.interp(run.kl.steps, run.metric.steps, curve)
-    return at_kl([0.0, *run.kl.values], [curve[0], *metric], kl)
+def metric_over_kl(run: RunCurves) -> tuple[np.ndarray, np.ndarray]:
+    """KL and metric (n,), from a KL of 0 where the metric at the start is known; empty without either."""
+    if not len(run.kl) or not len(run.metric):
+        return np.empty(0), np.empty(0)
+    metric, kls = np.interp(run.kl.steps, run.metric.steps, smoothed(run)), run.kl.values
+    start = start_of(run)
+    if math.isnan(start):
+        return kls, metric
+    return np.array([0.0, *kls]), np.array([start, *metric])
