@@ -224,7 +224,7 @@ def test_a_reward_as_judge_reads_chats_as_the_reward_does():
         for i in range(8)
     ]
     judge = pair_judges._by_score(chat)
-    found = measure_against(*made, [judge], labels=labels)
+    found = measure_against(made[0], made[1], [judge], labels=labels)
     assert found["reward"]["estimate"] == pytest.approx(4 / 3)
     assert found["judges"]["chat"]["win_rate"]["estimate"] == 1
     assert found["judges"]["chat"]["labels"]["agreement"] == 1

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -17,6 +18,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.error_handlers import LastResort
+from rlhf_serve.http.h11 import HTTPProtocol
 from rlhf_serve.http.telemetry import Metrics, record_of
 
 POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -215,7 +217,9 @@ def test_one_that_leaves_with_its_answer_is_not_counted_as_gone() -> None:
 def serving(app: FastAPI) -> Iterator[int]:
     """The port on which uvicorn serves `app`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=HTTPProtocol, log_level="critical", access_log=False)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -268,6 +272,62 @@ def test_a_body_that_does_not_come_keeps_no_refused_connection_open() -> None:
         )
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 401")
+
+
+def test_a_body_in_drops_holds_no_answered_connection() -> None:
+    """Each byte would set uvicorn's clock for idle connections back."""
+    app = FastAPI()
+    middleware.install(app, metrics=Metrics(), keys=KeyRing([("a", "a-key-of-this-test")]))
+    with serving(app) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: test\r\nContent-Length: 100000\r\n\r\n")
+        connection.settimeout(0.05)
+        answer, drops = b"", 0
+        with contextlib.suppress(ConnectionError):
+            while drops < 200:
+                try:
+                    part = connection.recv(65536)
+                except TimeoutError:
+                    connection.sendall(b"x")
+                    drops += 1
+                    continue
+                if not part:
+                    break
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 401") and drops < 200
+
+
+def test_a_request_with_two_lengths_ends_its_connection() -> None:
+    """What follows could be a request that a proxy took for the body (RFC 9112, 6.1)."""
+    with serving(build_app(Metrics())) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(
+            b"POST /length HTTP/1.1\r\nHost: test\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"0\r\n\r\nGET /page HTTP/1.1\r\nHost: test\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer.lower()
+
+
+def test_a_shutdown_while_a_body_comes_is_no_error() -> None:
+    async def refused(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    async def cancelled() -> list[Any]:
+        sent = list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "headers": [(b"content-length", b"9")]}
+        app = middleware.LingeringClose(refused, max_bytes=100)
+        task = asyncio.create_task(app(scope, asyncio.Event().wait, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+        return sent
+
+    assert [each.get("more_body") for each in asyncio.run(cancelled())] == [None, True, False]
 
 
 def test_a_real_client_that_leaves_ends_the_work() -> None:

@@ -81,6 +81,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         metrics=metrics,
         access_log=AccessLog(settings.log_prompts),
         max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=min(middleware.BODY_TIMEOUT_S, settings.request_timeout_s),
         keys=keys,
         open_paths=_OPEN,
         hosts=LOOPBACK if settings.host in LOOPBACK and not keys else None,

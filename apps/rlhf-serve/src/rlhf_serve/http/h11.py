@@ -19,7 +19,8 @@ class HTTPProtocol(H11Protocol):
 
     A request that is not HTTP, or whose head is too long, never reaches the application: it is answered
     here. A connection that does not bring its first head, or the rest of a later one, within
-    `head_timeout_s` is closed. No request becomes a WebSocket.
+    `head_timeout_s` is closed, and so is one whose request has been answered before its body has ended, for
+    which `LingeringClose` has waited. No request becomes a WebSocket.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -40,6 +41,12 @@ class HTTPProtocol(H11Protocol):
         """Wait for nothing any more."""
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless the body of this one is still to come."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not HTTP, unless a response has begun, and close the connection."""

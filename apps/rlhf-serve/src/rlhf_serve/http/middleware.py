@@ -63,7 +63,10 @@ class LingeringClose:
 
     A connection that is closed while bytes still come is reset: a client, or a proxy in between, that sends
     its whole body first would find that and never the answer. So the answer goes out at once, and its end
-    waits until the body has come, `max_bytes` of it have been dropped, or a second has passed.
+    waits until the body has come, `max_bytes` of it have been dropped, or a second has passed. Then
+    `HTTPProtocol` closes the connection of a body that has not ended.
+
+    Where a request has both lengths, the answer closes the connection, as RFC 9112, 6.1 wants it.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
@@ -75,6 +78,7 @@ class LingeringClose:
         if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return await self.app(scope, receive, send)
         whole = ended = False
+        names = set(headers.keys())
 
         async def watched_receive() -> Message:
             nonlocal whole
@@ -85,6 +89,8 @@ class LingeringClose:
         async def watched_send(message: Message) -> None:
             nonlocal ended
             # A client that expects permission to send its body (RFC 9110, 10.1.1) sends none after an answer.
+            if message["type"] == "http.response.start" and {"transfer-encoding", "content-length"} <= names:
+                MutableHeaders(scope=message)["connection"] = "close"
             if message["type"] == "http.response.body" and not whole and "expect" not in headers:
                 ended = not message.get("more_body", False)
                 message = {**message, "more_body": True}
@@ -97,7 +103,7 @@ class LingeringClose:
 
     async def _discard(self, receive: Receive) -> None:
         left = self.max_bytes
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # the latter at a shutdown
             async with asyncio.timeout(_DISCARD_S):
                 while left > 0:
                     message = await receive()
