@@ -308,3 +308,18 @@ def test_data_that_changes_between_the_passes_is_refused(tmp_path: Path) -> None
     write_lines(data, [{"prompt": f"q{i}", "completion": "c"} for i in range(3)])
     with raises_error("data_changed"):
         write_prepared(prepared, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"near_threshold": 0.5}, {"near_size": 3}, {"near_unit": "characters"}, {"truncation": "drop"}],
+)
+def test_settings_without_a_use_are_refused(settings: dict[str, Any]) -> None:
+    with raises_error("invalid_value"):
+        PreprocessConfig.from_dict(settings)
+    PreprocessConfig.from_dict(settings | {"duplicate_rows": "near", "max_length": 9})
+
+
+def test_tokens_are_not_counted_without_a_tokenizer() -> None:
+    with raises_error("unused_option", option="min_tokens"):
+        preprocess([TextRecord("a b c")], config=PreprocessConfig(min_tokens=2))

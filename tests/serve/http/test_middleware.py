@@ -318,9 +318,12 @@ def test_a_shutdown_while_a_body_comes_is_no_error() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
         scope = {"type": "http", "headers": [(b"content-length", b"9")]}
         app = middleware.LingeringClose(refused, max_bytes=100)
-        task = asyncio.create_task(app(scope, asyncio.Event().wait, send))
+        task = asyncio.create_task(app(scope, receive, send))
         while len(sent) < 2:
             await asyncio.sleep(0)
         task.cancel()

@@ -21,7 +21,7 @@ class PreprocessConfig(BaseConfig):
     min_words: int = Field(default=1, ge=0)
     """Words that a completion must have at least."""
     min_tokens: int = Field(default=1, ge=0)
-    """Tokens that a completion must have at least, if there is a tokenizer."""
+    """Tokens that a completion must have at least; more than 1 needs a tokenizer."""
     duplicate_rows: Literal["none", "exact", "near"] = "exact"
     """Rows of which one is kept: none, those with equal texts, or those with nearly equal texts."""
     duplicate_prompts: Literal["none", "exact", "near"] = "none"
@@ -70,6 +70,23 @@ class PreprocessConfig(BaseConfig):
         if self.ties == "margin0" and self.margins == "similarity":
             raise ValueError("ties is margin0 and margins is similarity, which sets those too; choose one")
         return self
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> Self:
+        near = ("near_threshold", "near_unit", "near_size")
+        if not (self.needs_near_rows or self.needs_near_prompts) and (unused := self._changed(*near)):
+            raise ValueError(
+                f"{unused} has no use where nothing near is looked for; set duplicate_rows, duplicate_prompts "
+                "or group_prompts to near, or leave it out"
+            )
+        if self.max_length is None and self._changed("truncation"):
+            raise ValueError("truncation has no use without max_length; set that too, or leave it out")
+        return self
+
+    def _changed(self, *names: str) -> str | None:
+        """The first of some settings that is not its default."""
+        fields = type(self).model_fields
+        return next((name for name in names if getattr(self, name) != fields[name].default), None)
 
     @property
     def needs_near_rows(self) -> bool:

@@ -148,8 +148,15 @@ def prepare_rows(
         on_progress: called with what is done and the rows done.
 
     Raises:
-        UserError: a bad row, no row is left, or an evaluation file cannot be read.
+        UserError: a bad row, no row is left, tokens are counted without a tokenizer, or an evaluation file
+            cannot be read.
     """
+    if config.min_tokens > 1 and tokenizer is None:
+        raise UserError(
+            f"min_tokens {config.min_tokens} has no use without a tokenizer; name one, or set min_words",
+            code="unused_option",
+            option="min_tokens",
+        )
     finisher = Finisher(config, tokenizer)
     scan = Scan(config, finisher, EvaluationTexts(against, config.contamination_words))
     report = on_progress or (lambda stage, done: None)
