@@ -220,6 +220,19 @@ def test_resume_with_other_data_or_model_is_refused(tmp_path):
         _trainer(run=RunFolder(tmp_path), model=tiny_model("llama", vocab_size=VOCABULARY + 1)).resume()
 
 
+def test_rows_that_changed_in_place_are_noticed(tmp_path):
+    class Rows(list[TokenSequence]):
+        """As a data set in memory."""
+
+        content = "first"
+
+    _trainer(run=RunFolder(tmp_path), examples=Rows(_examples(10))).train()
+    changed = Rows(_examples(10))
+    changed.content = "second"
+    with raises_error("different_training_data", key="data"):
+        _trainer(run=RunFolder(tmp_path), examples=changed).resume()
+
+
 def test_evaluate_measures_and_leaves_the_model_as_it_was():
     trainer = _trainer(eval_examples=_examples(7, seed=1))
     before = _weights(trainer)

@@ -74,6 +74,17 @@ def test_slices_negative_indices_and_iteration(tokenizer):
             examples[index]
 
 
+def test_content_is_that_of_the_rows_in_their_order(tokenizer):
+    def content(*rows):
+        return PreferenceDataset([PreferenceRecord(*row) for row in rows], tokenizer).content
+
+    one, other = ("where is mary ?", " hall", " shed"), ("where is john ?", " hall", " shed")
+    assert content(one, other) == content(one, other)
+    assert len({content(one, other), content(other, one), content(one), content(one, one)}) == 4
+    swapped = ("where is mary ?", " shed", " hall")
+    assert content(one) != content(swapped)
+
+
 def test_pairs_share_their_prompt_and_end(tokenizer):
     [pair] = PreferenceDataset([PreferenceRecord("where ?", " shed", " hall way", 0.5)], tokenizer)
     assert isinstance(pair, PreferencePair) and pair.margin == 0.5

@@ -70,7 +70,7 @@ def identity_of(examples: Any, rows_per_step: int) -> dict[str, Any]:
 
 
 def data_of(examples: Any) -> dict[str, str]:
-    """What a checkpoint keeps of a set's files, to tell whether they changed; nothing of a set in memory."""
+    """What a checkpoint keeps of a set's content, to see whether it has changed."""
     content = getattr(getattr(examples, "examples", examples), "content", None)
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16]} if content else {}
 
@@ -105,8 +105,8 @@ def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, A
     """
     if state.get("data", now.get("data")) != now.get("data"):
         raise UserError(
-            f"{folder} was written with other data: a file, or a weight of the mixture, has changed since; "
-            "restore it, or start a new run",
+            f"{folder} was written with other data: a file, how its rows are encoded, or a weight of the "
+            "mixture has changed since; restore it, or start a new run",
             code="different_training_data",
             key="data",
         )

@@ -7,10 +7,12 @@ where and why, for the first of them.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from rlhf_data.errors import UserError
@@ -92,6 +94,14 @@ class TokenizedDataset(OfKind, Sequence[Example], Generic[Example]):
             for item in self.build_all(reported, on_bad_row)
         ]
         self.builder.check_count(len(self))
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of the examples in their order, by which a training sees that they have changed."""
+        digest = hashlib.sha256()
+        for item in self._items:
+            _add_to(digest, item)
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -175,6 +185,19 @@ def _over_ids(item: Any, ids: Callable[[Any], Any], mask: Callable[[Any], Any]) 
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_over_ids(part, ids, mask) for part in item))
     return item
+
+
+def _add_to(digest: Any, item: Any) -> None:
+    """Hash a stored example, whose token ids are arrays."""
+    if isinstance(item, TokenSequence):
+        digest.update(repr((len(item.input_ids), item.score_from)).encode())
+        digest.update(item.input_ids)
+        digest.update(b"" if item.score_mask is None else bytes(item.score_mask))
+    elif isinstance(item, tuple) and hasattr(item, "_fields"):
+        for part in item:
+            _add_to(digest, part)
+    else:
+        digest.update(repr(item).encode())
 
 
 class SFTDataset(TokenizedDataset[TokenSequence], kind="sft"):

@@ -76,7 +76,7 @@ class PreprocessConfig(BaseConfig):
         near = ("near_threshold", "near_unit", "near_size")
         if not (self.needs_near_rows or self.needs_near_prompts) and (unused := self._changed(*near)):
             raise ValueError(
-                f"{unused} has no use where nothing near is looked for; set duplicate_rows, duplicate_prompts "
+                f"{unused} has no use where nothing near is sought; set duplicate_rows, duplicate_prompts "
                 "or group_prompts to near, or leave it out"
             )
         if self.max_length is None and self._changed("truncation"):
