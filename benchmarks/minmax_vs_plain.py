@@ -15,7 +15,7 @@ Arms, each from the same base, reward model and judge of its seed:
 - `frozen_<k>`, `minmax_<k>`: the judge's weight at k times that break-even, but never below the reward's.
 
 In every arm the policy makes as many updates on as many answers. Metrics are greedy, on 512 held-out stories
-that nothing was chosen on; the held-out reward model is trained on other pairs, without the flaw, and trains
+not used for tuning; the held-out reward model is trained on other pairs, without the flaw, and trains
 nobody. Each run is a cell that is kept in `--work`, so that a benchmark that was stopped goes on.
 """
 

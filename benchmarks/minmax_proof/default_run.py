@@ -1,4 +1,4 @@
-"""Does the default run hold?  `rlhf-train minmax` on seeds on which nothing was chosen.
+"""Does the default run hold?  `rlhf-train minmax` on seeds not used for tuning.
 
     python benchmarks/minmax_proof/default_run.py --output benchmarks/results/minmax_default_run.json
     python benchmarks/minmax_proof/default_run.py --seeds 161 162 163 164 165 \

@@ -85,7 +85,7 @@ def test_a_result_that_was_changed_is_set_aside_and_made_again(run: Any, tmp_pat
 
 @pytest.mark.parametrize("lost", by_default(["stage.json", "history.jsonl"], "history.jsonl"))
 def test_rows_that_nothing_vouches_for_are_set_aside(run: Any, tmp_path: Path, lost: str) -> None:
-    """What an interrupted stage left is gone on with only where the history says that it was interrupted."""
+    """An interrupted stage is resumed only where the history says that it was interrupted."""
     first = run({"data": DATA})
     folder = tmp_path / "run" / first.store.entries["data"]["folder"]
     rows = folder / "rows" / "kto.jsonl"

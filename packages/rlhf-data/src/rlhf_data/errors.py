@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Of what is read it is said where it is read."""
+"""Readers report errors of reading themselves."""
 _NO_MEMORY = re.compile(
     "(can't|cannot) allocate memory|not enough memory|can't start new thread|bad_alloc|failed to map segment",
     re.IGNORECASE,
@@ -75,7 +75,8 @@ def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
 def output_written() -> Iterator[None]:
     """Within this context, that of a whole command, standard output that cannot be written is an error.
 
-    The command ends with a sentence and exit code 2, as on a full disk. A reader that has gone is none.
+    The command ends with a sentence and exit code 2, as on a full disk. A closed pipe (`| head`) is
+    not an error.
 
     Raises:
         SystemExit: not all of it could be written.

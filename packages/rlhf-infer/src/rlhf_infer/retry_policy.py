@@ -59,8 +59,8 @@ class RetryPolicy:
     Args:
         retries: further tries after the first.
         backoff_s: seconds before the first of them.
-        deadline_s: seconds from the first try on after which no answer is waited for; a pause that would
-            reach beyond is not begun.
+        deadline_s: seconds from the first try after which the request is abandoned; a pause that would end
+            later is not started.
     """
 
     retries: int = 3

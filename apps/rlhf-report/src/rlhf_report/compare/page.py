@@ -33,8 +33,8 @@ _CONTROLLED = (
     "and the interval is wide.</p>"
 )
 _PAIRS = (
-    "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. A difference of the "
-    "last column, or more, is found four times in five with as many prompts.</p>"
+    "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. Last column: the "
+    "smallest difference that this many prompts detect with 80% power.</p>"
 )
 _SLICES = "<p>Intervals of slices are not corrected for how many there are: read them as hints.</p>"
 

@@ -16,7 +16,7 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run before its log is read; `group` is None if its method says it."""
+    """A run before its log is read; `group`: name to compare under; None: the run's method."""
 
     path: Path
     group: str | None

@@ -1,4 +1,4 @@
-"""Generation for a server: one interface, transformers or vLLM behind it."""
+"""The transformers backend, and loading of the backend that the settings ask for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TransformersBackend:
 
     name = "transformers"
     dead = False
-    """It computes in this process."""
+    """Always false: it runs in this process."""
 
     def __init__(
         self, engine: TransformersEngine, *, threads: int | None = None, chunk_tokens: int | None = None

@@ -148,7 +148,7 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admi
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Whether requests are taken: while the engine computes, for a server that ends listens no more."""
+        """Ready while the engine runs; a server that is shutting down accepts no connections."""
         _check_alive(served)
         return {"status": "ready"}
 

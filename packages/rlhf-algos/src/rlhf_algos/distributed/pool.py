@@ -1,4 +1,4 @@
-"""Pools of workers: starting actors, handing tasks out to them, and what becomes of those that are lost."""
+"""Worker pools: start Ray actors, dispatch tasks, replace lost workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker that is well gave no answer.
+    """Why a live worker returned no result.
 
     Args:
         kind: `weights`: they could not be fetched; `input`: a mistake of the user's, whose sentence it is;

@@ -353,7 +353,7 @@ class BaseTrainer(TrainingMethod[Example]):
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[TrainingEvents]:
-        """What happens around the steps from here on, with the debug switches."""
+        """Context of the remaining steps: seed, observers and `TrainingEvents`."""
         if self.step == 0:
             torch.manual_seed(self.seed + self.parallel.rank)
         self.prepare()

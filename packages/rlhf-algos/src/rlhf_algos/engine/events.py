@@ -1,4 +1,4 @@
-"""What happens around a training's steps: logging, evaluation's verdict, checkpoints, a clean stop."""
+"""Events around training steps: logging, early stopping, checkpoints, graceful shutdown."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class LogpsModule(ShardUnit, nn.Module):
     def with_reference(cls, lm: Any, ref_lm: Any = None) -> LogpsModule:
         """The model and its reference: the one given, or else the model as it is now."""
         if ref_lm is None and not adapter_off_is(lm):
-            hint = "precompute_ref_log_probs, where the method has it, needs none in memory"
+            hint = "where the method has it, `precompute_ref_log_probs=true` avoids keeping it in memory"
             _LOG.info("the reference is a frozen copy of the model; %s", hint)
             ref_lm = copy.deepcopy(lm)
         return cls(lm, ref_lm)
@@ -177,7 +177,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         """Rows of samples.jsonl: what the model now answers, greedily, to `stage_samples` held-out prompts.
 
         Without held-out rows they are training prompts.  Of several processes the first one samples; a model
-        that cannot be sampled from is left in peace, and the log says why.
+        that cannot generate is not sampled from, and the log says why.
         """
         if not (count := self.config.stage_samples):
             return []

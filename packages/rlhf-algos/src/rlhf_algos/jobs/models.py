@@ -99,7 +99,7 @@ def longest_sequence(
     if context is None or (max_length is not None and max_length <= context):
         return max_length
     if max_length is not None:
-        _LOG.warning("max_length %d is above the model's context of %d, which is taken", max_length, context)
+        _LOG.warning("max_length %d exceeds the model's context; using %d", max_length, context)
     return context
 
 

@@ -1,4 +1,4 @@
-"""Forward passes of a sharded model of which each process makes another number, as in sampling."""
+"""Forward passes of a sharded model when processes make different numbers of them, as in sampling."""
 
 from __future__ import annotations
 

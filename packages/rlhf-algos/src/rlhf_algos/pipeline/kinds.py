@@ -32,7 +32,7 @@ class StageKind:
         required: keys that its settings must have.
         allowed: all keys that they may have; None where `check` or the command knows them.
         check: refuses wrong settings with a UserError, given them and the words for where they stand.
-        done: a file that says that the process had come to its end.
+        done: file whose presence means that the process finished.
         seed: the key of its seed.
         launchable: whether it can run in several processes.
         promoted: the output that takes a role; `candidate` is the gate's setting of that name.

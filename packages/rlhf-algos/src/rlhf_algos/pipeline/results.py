@@ -1,4 +1,4 @@
-"""What is kept on the disk: results by their addresses, the manifest, the history, what is current."""
+"""The pipeline's store: results by content address, manifest, history, current roles."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ResultStore:
         root: The folder.
         entries: What the manifest says of stages.
         current: What has each role as of the stage that is looked at, which references resolve to.
-        holders: What stages gave each role and did not take away again, the oldest first; the last has it. A
-            run that decides nothing anew leaves them alone.
+        holders: Models promoted to each role and not withdrawn, oldest first; the last holds the role. A run
+            that makes no decision leaves them unchanged.
         promotions: Of each stage the last promotion: `of`, a hash of what it promoted and why, and
             `artefact`, the address of what it promoted.
     """

@@ -23,7 +23,7 @@ _NOT_COLUMNS = (
     *("prompt", "completion", "candidates", "score", "scores", "samples", "answer_found"),
     *("completion_tokens", "finish_reason"),
 )
-"""Of the rows of `rlhf-serve generate`, what is no column of their prompts."""
+"""Columns that `rlhf-serve generate` adds; all others belong to the prompt."""
 
 
 def score(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -37,10 +37,10 @@ class CapabilityGuard:
 
     The model is compared with what it was when training began, item by item, see
     `rlhf_eval.gates.judge_gates`.  The risk of a wrong rollback, 5% for the whole training, is shared
-    equally by its measurements (Bonferroni).  A model that has lost nothing that the items show gets a
-    checkpoint; one that has is replaced by the last such checkpoint: weights, optimizer, schedule,
-    controllers, data position.  From there training goes another way: another data order and other samples,
-    at half the learning rate.  After `max_rollbacks` rollbacks the next regression ends the training.
+    equally by its measurements (Bonferroni).  If no suite shows a loss, a checkpoint is pinned until the next
+    such measurement; if one does, training returns to it (weights, optimizer, schedule, controllers, data
+    position) and continues with another row order, other samples and half the learning rate.  After
+    `max_rollbacks` rollbacks the next regression ends the training.
 
     Attributes:
         rollbacks: how many have been done.

@@ -102,15 +102,15 @@ def _opening(results: Mapping[str, Any]) -> str:
     )
     said = [f"{', '.join(names)} answered {prompts}, {drawn}."] if names else []
     if elsewhere:
-        said.append(f"Of {', '.join(elsewhere)} the completions come from files, to {prompts}.")
+        said.append(f"The completions of {', '.join(elsewhere)} come from files; they answer {prompts}.")
     return " ".join(said)
 
 
 def _win_rates(results: Mapping[str, Any]) -> str:
     said = (
         "<p>Each judge saw both orders without names; a verdict that changes with the order counts as a tie. "
-        "At equal length is what the rate would be if both completions were equally long. A win rate of the "
-        "last column, or more, is found four times in five.</p>"
+        "At equal length is what the rate would be if both completions were equally long. Last column: the "
+        "smallest win rate that this many prompts detect with 80% power.</p>"
     )
     head = ["model", "judge", "prompts", "win rate", "at equal length", "first answer", "same in both orders"]
     head += ["corrected", "would show"]

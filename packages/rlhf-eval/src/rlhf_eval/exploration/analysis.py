@@ -50,7 +50,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Exploration:
-    """What a set of preference pairs is like.
+    """Findings about a set of preference pairs.
 
     Attributes:
         results: All figures, as JSON values.
@@ -171,7 +171,7 @@ def _refusals(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
 def _phrases(
     words: WordTable, copies: np.ndarray, *, opening: bool, executor: Executor | None
 ) -> Callable[[], dict[str, Any]]:
-    """What gives the phrases; an executor looks for them in the meantime."""
+    """Start the phrase search (in `executor` if given) and return a function that waits for it."""
     counted = phrase_words(words, opening=opening, copies=copies)
     future = executor.submit(find_phrases, counted) if executor else None
 

@@ -41,7 +41,7 @@ class LabelNoise:
 
     @property
     def is_learnable(self) -> bool:
-        """Whether the model does better than chance; where it does not, nothing here says anything."""
+        """Whether the model beats chance; otherwise no figure here is meaningful."""
         return _is_learned(self.accuracy)
 
     @property

@@ -102,8 +102,8 @@ def verdict_difference(
     `proportion_interval` and r their correlation: p − q − √((p−l_p)² − 2r(p−l_p)(u_q−q) + (u_q−q)²) and
     likewise above (the square-and-add method of Newcombe 1998, "Improved confidence intervals for the
     difference between binomial proportions based on paired data", and Zou & Donner 2008,
-    https://doi.org/10.1002/sim.3095). The bootstrap does not cover where few verdicts differ: with 4 of 100
-    in expectation it holds 83% for 95%.
+    https://doi.org/10.1002/sim.3095). The bootstrap's intervals are too narrow where few verdicts differ:
+    with 4 of 100 expected to, its 95% interval covers 83%.
 
     Raises:
         ValueError: a difference is not in [−1, 1].
@@ -221,9 +221,9 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
 
 
 def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
-    """Rows, all alike, from which on a bound of their rate of 0 is below a distance in (0, 1); one more.
+    """Number of rows, all 0, from which the upper bound of their rate is below `distance`, plus one.
 
-    Exact: (1 − distance)ⁿ < α; else Wilson's bound z² / (n + z²).
+    `distance` is in (0, 1). Exact: (1 − distance)ⁿ < α; else Wilson's bound z² / (n + z²).
     """
     least = min(distance, 0.99)
     if exact:

@@ -80,7 +80,7 @@ class RemoteReward:
         )
         self.url, self.name, self.batch_size, self.timeout_s = url, name, batch_size, timeout_s
         self._finds_out = protocol == "auto" and self._client.path.rstrip("/").endswith("/get_reward")
-        """Whether messages may be sent as they are is found out with the first ones."""
+        """Whether the first message prompts decide the protocol."""
         if protocol == "auto":
             protocol = "openrlhf" if self._finds_out else "columns"
         self.protocol: Protocol = protocol

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 def output_written() -> Iterator[None]:
     """Within this context, that of a whole command, standard output that cannot be written is an error.
 
-    The command ends with a sentence and exit code 2, as on a full disk. A reader that has gone is none.
+    The command ends with a sentence and exit code 2, as on a full disk. A closed pipe (`| head`) is
+    not an error.
     """
     try:
         yield

@@ -98,7 +98,7 @@ def index_of(shards: Sequence[Shard], total: int) -> dict[str, Any]:
 
 
 class PartialModel:
-    """A result while it is made; a merge that was interrupted is found again and gone on with.
+    """A result while it is made; an interrupted merge is found again and resumed.
 
     `plan` is what is merged, as plain values; an interrupted merge of anything else is refused, unless
     `restart` discards it.

@@ -88,7 +88,7 @@ class ModelMerger:
         plan: MergePlan | None = None,
         files: Mapping[str, str] | None = None,
     ) -> MergeResult:
-        """Merge into a folder, which appears when it is complete; an interrupted merge is gone on with.
+        """Merge into a folder, which appears when it is complete; an interrupted merge is resumed.
 
         Args:
             out: the folder to make; may exist if it is empty.

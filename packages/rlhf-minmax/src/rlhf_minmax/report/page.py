@@ -162,8 +162,8 @@ def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
         else ""
     )
     done = (
-        f"A language model, the policy, answers {rows}. It is paid by a reward model, which can be fooled. "
-        f"Plain RLHF is the policy trained on that reward alone. MinMax {second}: the "
+        f"A language model, the policy, answers {rows}. Its reward comes from a reward model, which can be "
+        f"fooled. Plain RLHF is the policy trained on that reward alone. MinMax {second}: the "
         f"monitor criticises each answer, {judged}, and the policy is paid for that too{held}."
     )
     measured = (

@@ -120,5 +120,5 @@ def _mkl_is_slow() -> bool:
         and "GenuineIntel" not in info.read_text()
     )
     if slow:
-        _LOG.info("linear layers in fp32 on cpu: oneDNN, for MKL does not use AVX-512 on this processor")
+        _LOG.info("fp32 linear layers on the CPU use oneDNN: MKL has no AVX-512 path for this processor")
     return slow
