@@ -72,19 +72,19 @@ def test_group_baseline_golden():
     assert advantages.group_baseline(REWARDS, GROUPS).tolist() == [-1.0, -1.0, 1.0, 1.0, 0.0]
 
 
-def test_group_standardise_golden():
+def test_group_advantages_are_grpos_where_nothing_is_said():
     # unbiased std of {1, 3} and {5, 7} is sqrt 2: 1 / sqrt 2 each; a group of one gives 0
     unit = 1 / math.sqrt(2)
-    result = advantages.group_standardise(REWARDS, GROUPS, epsilon=1e-9)
+    result = advantages.group_advantages(REWARDS, GROUPS, epsilon=1e-9)
     assert result.tolist() == pytest.approx([-unit, -unit, unit, unit, 0.0])
     # epsilon = sqrt 2 doubles the divisor
-    halved = advantages.group_standardise(REWARDS, GROUPS, epsilon=math.sqrt(2))
+    halved = advantages.group_advantages(REWARDS, GROUPS, epsilon=math.sqrt(2))
     assert halved.tolist() == pytest.approx([-unit / 2, -unit / 2, unit / 2, unit / 2, 0.0])
     # the default epsilon is 1e-4
-    small = advantages.group_standardise(torch.tensor([0.0, 1e-4]), torch.zeros(2))
+    small = advantages.group_advantages(torch.tensor([0.0, 1e-4]), torch.zeros(2))
     assert small.tolist() == pytest.approx([-0.5 / (1 / math.sqrt(2) + 1), 0.5 / (1 / math.sqrt(2) + 1)])
     # {1, 2, 6}: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7
-    three = advantages.group_standardise(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3), epsilon=1e-9)
+    three = advantages.group_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3), epsilon=1e-9)
     assert three.tolist() == pytest.approx([-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)])
 
 
@@ -101,7 +101,6 @@ def test_leave_one_out_golden():
     [
         advantages.group_advantages,
         advantages.group_baseline,
-        advantages.group_standardise,
         advantages.leave_one_out,
     ],
 )
@@ -146,14 +145,6 @@ def test_rounding_is_that_of_the_largest_reward():
     assert advantages.zero_std_fraction(rewards, torch.tensor([0, 0, 1, 1])).item() == 1.0
 
 
-def test_standardise_centres_and_scales():
-    # mean 3, unbiased std sqrt((4 + 0 + 4) / 2) = 2
-    assert advantages.standardise(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0])
-    assert advantages.standardise(torch.tensor([5.0])).tolist() == [0.0]
-    # std 2 + epsilon 2
-    assert advantages.standardise(torch.tensor([1.0, 3.0, 5.0]), epsilon=2.0).tolist() == [-0.5, 0.0, 0.5]
-
-
 def test_scale_by_std_keeps_signs():
     assert advantages.scale_by_std(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([0.5, 1.5, 2.5])
     # std 2 + epsilon 2
@@ -184,9 +175,7 @@ def test_group_advantages_golden(baseline):
     assert wide.tolist() == pytest.approx((centred / math.sqrt(4 * 5.8)).tolist())
 
 
-def test_group_advantages_are_grpos_where_nothing_is_said():
-    result = advantages.group_advantages(REWARDS, GROUPS)
-    assert torch.equal(result, advantages.group_standardise(REWARDS, GROUPS))
+def test_the_default_epsilon_of_the_batchs_deviation():
     small = advantages.group_advantages(
         torch.tensor([0.0, 1e-4]), torch.zeros(2), baseline="grpo", scale_rewards="batch"
     )
@@ -214,7 +203,7 @@ def test_rewards_that_were_not_given_are_left_out():
     assert advantages.group_baseline(given, groups).tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert advantages.leave_one_out(given, groups).tolist() == [-2.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0]
     unit = 1 / math.sqrt(2)
-    result = advantages.group_standardise(given, groups, epsilon=1e-9)
+    result = advantages.group_advantages(given, groups, epsilon=1e-9)
     assert result.tolist() == pytest.approx([-unit, 0.0, unit, 0.0, 0.0, 0.0, 0.0])
     # std of {1, 3, 5} is 2
     result = advantages.group_advantages(given, groups, scale_rewards="batch", epsilon=1e-9)
@@ -231,13 +220,11 @@ def test_moments_add_up_to_what_the_whole_batch_gives():
     values = 100 + torch.randn(50, generator=generator)
     summed = sum((advantages.moments(part) for part in values.split(7)), torch.zeros(3))
     torch.testing.assert_close(summed, advantages.moments(values))
-    for one, other in (
-        (advantages.standardise_with, advantages.standardise),
-        (advantages.scale_with, advantages.scale_by_std),
-    ):
-        for epsilon in (1e-8, 2.0):
-            parts = [one(part, summed, epsilon=epsilon) for part in values.split(7)]
-            torch.testing.assert_close(torch.cat(parts), other(values, epsilon=epsilon), atol=1e-4, rtol=1e-4)
+    for epsilon in (1e-8, 2.0):
+        for function, centre in ((advantages.standardise_with, values.mean()), (advantages.scale_with, 0.0)):
+            parts = [function(part, summed, epsilon=epsilon) for part in values.split(7)]
+            expected = (values - centre) / (values.std() + epsilon)
+            torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_moments_golden():
@@ -327,7 +314,6 @@ def test_overlong_penalty_golden():
     [
         advantages.group_advantages,
         advantages.group_baseline,
-        advantages.group_standardise,
         advantages.leave_one_out,
         advantages.zero_std_fraction,
     ],
@@ -364,7 +350,6 @@ def test_nothing_is_made_on_the_default_device():
             f(REWARDS, GROUPS)
             for f in (
                 advantages.group_advantages,
-                advantages.group_standardise,
                 advantages.leave_one_out,
                 advantages.zero_std_fraction,
             )

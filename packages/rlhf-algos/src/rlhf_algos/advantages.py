@@ -27,13 +27,11 @@ __all__ = [
     "gae",
     "group_advantages",
     "group_baseline",
-    "group_standardise",
     "leave_one_out",
     "moments",
     "overlong_penalty",
     "scale_by_std",
     "scale_with",
-    "standardise",
     "standardise_with",
     "zero_std_fraction",
 ]
@@ -115,23 +113,6 @@ def group_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
         (B,); 0 for a group of one.
     """
     return _grouped(rewards, groups).centred
-
-
-def group_standardise(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
-    """Rewards standardised within their group: A_i = (r_i - mean) / (std + ε), unbiased std.
-
-    GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2.
-
-    Args:
-        rewards: (B,) one per completion.
-        groups: (B,) integer index of each completion's group.
-        epsilon: added to the standard deviation, > 0, in units of reward; the default is TRL's.
-
-    Returns:
-        (B,); 0 for a group of one or of equal rewards.
-    """
-    grouped = _grouped(rewards, groups)
-    return grouped.centred / (grouped.std[grouped.group] + epsilon)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -227,21 +208,6 @@ def scale_by_std(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return advantages if advantages.numel() < 2 else advantages / (advantages.std() + epsilon)
 
 
-def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """Advantages shifted to mean 0 and scaled to deviation 1 over the batch: (A_i - mean) / (std + ε).
-
-    Detail 7 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
-
-    Args:
-        advantages: (B,) or (M,).
-        epsilon: added to the standard deviation, > 0.
-
-    Returns:
-        Same shape; a batch of fewer than two entries gives zeros.
-    """
-    return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
-
-
 @torch.no_grad()
 def moments(values: Tensor) -> Tensor:
     """Count, sum and sum of squares, from which means and deviations over all processes follow.
@@ -280,9 +246,10 @@ def standardise_with(
 ) -> Tensor:
     """Values shifted and scaled by the mean and deviation that moments say: (v_i - mean) / (std + ε).
 
-    `standardise` over more than the values at hand.  Without `shift_mean` the mean is added again afterwards,
-    undivided: the values are scaled around their mean, which stays, as PPO's reference implementation
-    whitens rewards (https://arxiv.org/abs/1909.08593).
+    Detail 7 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+
+    Without `shift_mean` the mean is added again afterwards, undivided: the values are scaled around their
+    mean, which stays, as PPO's reference implementation whitens rewards (https://arxiv.org/abs/1909.08593).
 
     Args:
         values: (M,), any of those that the moments are of.
