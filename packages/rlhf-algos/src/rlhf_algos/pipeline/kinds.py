@@ -113,7 +113,7 @@ def options(settings: Mapping[str, Any]) -> list[str]:
 def _training(command: str) -> Command:
     """A command of `rlhf-train` with a run folder, `run`, which is continued once it has a config."""
 
-    def run(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    def command_of(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
         del settings
         run = folder / "run"
         if (run / "config.json").exists():
@@ -122,7 +122,7 @@ def _training(command: str) -> Command:
             remove_folder(run)
         return "rlhf_train", [command, "--config", str(folder / SETTINGS), "--output-dir", str(run)]
 
-    return run
+    return command_of
 
 
 def _data(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
@@ -191,26 +191,26 @@ def _merge(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _step(name: str) -> Command:
-    def run(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    def command_of(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
         del settings
         return "rlhf_algos.pipeline.steps", [name, str(folder)]
 
-    return run
+    return command_of
 
 
-_TRAINED = {"final": "run/final", "run": "run", "metrics": "run/metrics.jsonl"}
 PREPARE_KEYS = (
     *("kind", "columns", "tokenizer", "against", "ties", "min_words", "duplicate_rows", "duplicate_prompts"),
+    *("near_threshold", "near_unit", "near_size", "contradictions", "margins", "tie_similarity"),
     *(
-        "near_threshold",
-        "near_unit",
-        "near_size",
-        "contradictions",
-        "margins",
-        "tie_similarity",
         "min_tokens",
+        "max_length",
+        "truncation",
+        "convert",
+        "eval_fraction",
+        "stratify_by",
+        "strata",
+        "source_column",
     ),
-    *("max_length", "truncation", "convert", "eval_fraction", "stratify_by", "strata", "source_column"),
     *("group_prompts", "contamination_words", "seed", "on_bad_row"),
 )
 _SAMPLING_KEYS = (
@@ -283,92 +283,111 @@ def _method_check(method: str) -> Callable[[dict[str, Any], str], Any]:
     return lambda settings, where: METHODS[method].resolve(settings, where=where)
 
 
-KINDS: dict[str, StageKind] = {
-    "data": StageKind(_data, {"*": "rows/*.jsonl"}, ("rows",), check=_check_data, done="rows", seed="seed"),
-    **{
-        name: StageKind(
-            *(_training(name), _TRAINED, ("run/final",)),
-            check=_method_check(name),
-            done="run/results.json",
-            seed="seed",
-            launchable=True,
-            promoted="final",
-        )
-        for name in METHODS
-    },
-    "minmax": StageKind(
-        _training("minmax"),
-        {"final": "run/final/policy", "monitor": "run/final/monitor", "run": "run"},
-        ("run/final",),
+def _rows_kind(command: Command, **rest: Any) -> StageKind:
+    """A kind that leaves a file of rows."""
+    return StageKind(command=command, outputs={"rows": "rows.jsonl"}, content=("rows.jsonl",), **rest)
+
+
+def _training_kind(
+    name: str, outputs: Mapping[str, str], check: Callable[[dict[str, Any], str], Any] | None = None
+) -> StageKind:
+    """A kind that trains by a command of `rlhf-train`."""
+    return StageKind(
+        command=_training(name),
+        outputs=outputs,
+        content=("run/final",),
+        check=check,
         done="run/results.json",
         seed="seed",
         launchable=True,
         promoted="final",
+    )
+
+
+KINDS: dict[str, StageKind] = {
+    "data": StageKind(
+        command=_data,
+        outputs={"*": "rows/*.jsonl"},
+        content=("rows",),
+        check=_check_data,
+        done="rows",
+        seed="seed",
     ),
-    "generate": StageKind(
-        *(_generate, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
-        required=("prompts", "model"),
-        allowed=_GENERATE_KEYS,
-        seed="sampling_seed",
+    **{
+        name: _training_kind(
+            name,
+            {"final": "run/final", "run": "run", "metrics": "run/metrics.jsonl"},
+            _method_check(name),
+        )
+        for name in METHODS
+    },
+    "minmax": _training_kind(
+        "minmax", {"final": "run/final/policy", "monitor": "run/final/monitor", "run": "run"}
     ),
-    "refine": StageKind(
-        *(_refine, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
-        required=("prompts", "model"),
-        allowed=_REFINE_KEYS,
-        seed="sampling_seed",
+    "generate": _rows_kind(
+        command=_generate, required=("prompts", "model"), allowed=_GENERATE_KEYS, seed="sampling_seed"
     ),
-    "compress": StageKind(
-        *(_compress, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+    "refine": _rows_kind(
+        command=_refine, required=("prompts", "model"), allowed=_REFINE_KEYS, seed="sampling_seed"
+    ),
+    "compress": _rows_kind(
+        command=_compress,
         required=("rows", "model"),
         allowed=_COMPRESS_KEYS,
         check=_check_compress,
         packages={"rlhf_serve": "rlhf-serve"},
     ),
-    "score": StageKind(
-        *(_step("score"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
-        required=("rows", "reward"),
-        allowed=("rows", "reward"),
-    ),
-    "filter": StageKind(
-        *(_step("filter"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+    "score": _rows_kind(command=_step("score"), required=("rows", "reward"), allowed=("rows", "reward")),
+    "filter": _rows_kind(
+        command=_step("filter"),
         required=("rows", "to"),
         allowed=("rows", "to", "chosen", "rejected", "min_gap", "min_score", "top_share"),
         check=_check_filter,
     ),
     "evaluate": StageKind(
-        *(_evaluate, {"report": "report"}, ("report/completions",)),
+        command=_evaluate,
+        outputs={"report": "report"},
+        content=("report/completions",),
         required=("model", "prompts"),
         allowed=EVALUATE_KEYS,
         seed="seed",
     ),
     "capability": StageKind(
-        *(_capability, {"report": "report"}, ("report/items.jsonl",)),
+        command=_capability,
+        outputs={"report": "report"},
+        content=("report/items.jsonl",),
         required=("model",),
         allowed=("model", "suite", "file", "rows", "max_new_tokens", "dtype"),
         done="report/results.json",
     ),
     "lm_eval": StageKind(
-        *(_step("lm_eval"), {"report": "report"}, ("report/items.jsonl",)),
+        command=_step("lm_eval"),
+        outputs={"report": "report"},
+        content=("report/items.jsonl",),
         required=("model", "tasks"),
         allowed=("model", "tasks", "metric", "dtype", *LM_EVAL_OPTIONS),
         done="report/results.json",
         packages={"rlhf_report": "rlhf-report[harness]", "lm_eval": "rlhf-report[harness]"},
     ),
     "gate": StageKind(
-        *(_step("gate"), {"verdict": "verdict.json"}, ("verdict.json",)),
+        command=_step("gate"),
+        outputs={"verdict": "verdict.json"},
+        content=("verdict.json",),
         required=("candidate", "measured"),
         allowed=("candidate", "measured", "start", "baseline"),
         promoted="candidate",
     ),
-    "serve": StageKind(
-        *(_step("serve"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+    "serve": _rows_kind(
+        command=_step("serve"),
         required=("model", "prompts"),
         allowed=_SERVE_KEYS,
         check=_check_serve,
         packages={"rlhf_serve": "rlhf-serve"},
     ),
     "merge": StageKind(
-        *(_merge, {"final": "model"}, ("model",)),
+        command=_merge,
+        outputs={"final": "model"},
+        content=("model",),
         required=("method", "models"),
         done="model",
         promoted="final",
