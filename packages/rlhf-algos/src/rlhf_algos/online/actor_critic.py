@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from rlhf_algos.engine.language_model import LogpsModule
 from rlhf_data import PackedBatch
 from rlhf_models import TokenLogps, ValueHead, ValueModel, hidden_states, score_hidden
-from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.shards import Returned
 
 
@@ -39,7 +38,7 @@ class ActorCritic(nn.Module):
 
     def check_packing(self) -> None:
         """See `rlhf_models.language_model.logps.check_packing`."""
-        self.call(lambda: check_packing(self.lm))
+        self.policy.check_packing()
 
     @property
     def lm(self) -> Any:

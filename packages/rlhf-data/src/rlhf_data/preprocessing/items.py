@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_data.errors import UserError
 from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.rules import is_tie
-from rlhf_data.preprocessing.similarity import completion_similarity, said
+from rlhf_data.preprocessing.similarity import completion_similarity, count_words
 from rlhf_data.readers.files import row_parser, scan_rows
 from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.locations import data_files
@@ -187,8 +187,8 @@ class Finisher:
         """Tokens or words of the longest sequence, and of the shortest completion (0 if there is none)."""
         prompt, completions = record.parts()
         if self.encoder is None:
-            counts = [_words(completion) for completion in completions]
-            return _words(prompt) + max(counts, default=0), min(counts, default=0)
+            counts = [count_words(completion) for completion in completions]
+            return count_words(prompt) + max(counts, default=0), min(counts, default=0)
         if not completions:
             return self.encoder.lengths(prompt, (), record.template)[0], 0
         both, start = self.encoder.completions(prompt, completions, record.template)
@@ -206,9 +206,5 @@ class Finisher:
 
     def _length(self, prompt: Text, completions: Sequence[Text], template: Any) -> int:
         if self.encoder is None:
-            return _words(prompt) + max(map(_words, completions), default=0)
+            return count_words(prompt) + max(map(count_words, completions), default=0)
         return max(self.encoder.lengths(prompt, completions, template))
-
-
-def _words(text: Text) -> int:
-    return sum(len(part.split()) for part in said(text))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_data.errors import UserError
-from rlhf_data.preprocessing.similarity import completion_similarity, said
+from rlhf_data.preprocessing.similarity import completion_similarity, count_words
 from rlhf_data.preprocessing.splits import quantile_bins, split_groups
 from rlhf_data.records.kind import Record
 from rlhf_data.records.preference import PreferenceRecord
@@ -31,12 +31,7 @@ def content_hash(*values: Any) -> int:
 def _word_count(record: Record) -> int:
     """Words of a record's prompt and of the longest completion."""
     prompt, completions = record.parts()
-    longest = max((_words(each) for each in completions), default=0)
-    return _words(prompt) + longest
-
-
-def _words(text: Any) -> int:
-    return sum(len(part.split()) for part in said(text))
+    return count_words(prompt) + max(map(count_words, completions), default=0)
 
 
 def is_tie(record: PreferenceRecord, similarity: float) -> bool:

@@ -15,8 +15,8 @@ from rlhf_data.preprocessing.contamination import EvaluationTexts
 from rlhf_data.preprocessing.items import Finisher, Item
 from rlhf_data.preprocessing.near_duplicates import NearDuplicateFinder
 from rlhf_data.preprocessing.output import as_row
-from rlhf_data.preprocessing.rules import content_hash
-from rlhf_data.preprocessing.similarity import completion_similarity, folded, said
+from rlhf_data.preprocessing.rules import content_hash, is_tie
+from rlhf_data.preprocessing.similarity import folded, said
 from rlhf_data.readers.files import skippable
 from rlhf_data.records.kind import Record, Text
 from rlhf_data.records.kto import LabelledRecord
@@ -114,7 +114,7 @@ class Scan:
         changed = CONVERTED if final.parts() != record.parts() else 0
         before, shortest = self.finisher.lengths(final)
         after, tied = before, self._is_tie(final)
-        reason = self._alone(final, shortest, tied)
+        reason = self._first_rule(final, shortest, tied)
         if self.config.max_length is not None and before > self.config.max_length:
             shorter = self.finisher.shortened(final)
             if shorter is None:
@@ -148,12 +148,10 @@ class Scan:
 
     def _is_tie(self, record: Record) -> bool:
         """Whether the completions of a pair are a tie; equal ones always are."""
-        if not isinstance(record, PreferenceRecord):
-            return False
-        least = 1.0 if self.config.ties == "keep" else self.config.tie_similarity
-        return completion_similarity(record.chosen, record.rejected, at_least=least) >= least
+        similarity = 1.0 if self.config.ties == "keep" else self.config.tie_similarity
+        return isinstance(record, PreferenceRecord) and is_tie(record, similarity)
 
-    def _alone(self, record: Record, shortest: int, tied: bool) -> str:
+    def _first_rule(self, record: Record, shortest: int, tied: bool) -> str:
         """The first rule that speaks against a record by itself."""
         config, completions = self.config, record.parts()[1]
         # A whole text is its prompt, and what it completes is empty.

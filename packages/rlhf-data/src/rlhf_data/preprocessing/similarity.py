@@ -15,6 +15,11 @@ def said(text: Text) -> list[str]:
     return [content for message in messages if isinstance(content := message.get("content"), str)]
 
 
+def count_words(text: Text) -> int:
+    """Words of a text or of its messages."""
+    return sum(len(part.split()) for part in said(text))
+
+
 def folded(text: Text) -> str:
     """The text in lower case and with single spaces."""
     return " ".join(" ".join(said(text)).casefold().split())

@@ -26,7 +26,7 @@ def distinct_share(texts: Sequence[str], n: int) -> float:
     Returns:
         In (0, 1]; NaN where no text has n words.
     """
-    grams = [gram for each in texts for gram in _grams(each.split()[:_FIRST_WORDS], n)]
+    grams = [gram for each in texts for gram in word_grams(each.split()[:_FIRST_WORDS], n)]
     return len(set(grams)) / len(grams) if grams else float("nan")
 
 
@@ -39,7 +39,7 @@ def repeated_share(text: str, n: int = 4) -> float:
     Returns:
         In [0, 1); 0 for texts of fewer than n words.
     """
-    grams = _grams(text.split(), n)
+    grams = word_grams(text.split(), n)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -61,5 +61,6 @@ def is_refusal(text: str) -> bool:
     return bool(_REFUSAL.search(text[:_OPENING]))
 
 
-def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+def word_grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """The n-grams of words, in their order."""
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]

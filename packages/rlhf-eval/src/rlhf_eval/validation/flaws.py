@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rlhf_eval.evaluation.texts import repeated_share
+from rlhf_eval.evaluation.texts import repeated_share, word_grams
 
 _MOST_WORDS, _MOST_CHARACTERS = 5_000, 20_000
 """Of a text, measured for repetition and for its language."""
@@ -109,7 +109,7 @@ def echo(prompt: str, text: str) -> float:
     words = text.lower().split()
     if len(words) < _FEWEST_WORDS:
         return 0.0
-    own, given = _grams(words, 5), set(_grams(prompt.lower().split(), 5))
+    own, given = word_grams(words, 5), set(word_grams(prompt.lower().split(), 5))
     return sum(gram in given for gram in own) / len(own)
 
 
@@ -191,10 +191,6 @@ def _repeat_of(numbers: Sequence[int], size: int) -> int | None:
         if at >= 0 and at >= seen.setdefault(rolling, at) + size:
             return seen[rolling]
     return None
-
-
-def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
 def _grade(value: float, limit: float) -> float:
