@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_algos.distributed.cluster import Cluster
 from rlhf_algos.distributed.config import DistributedConfig, Tell
 from rlhf_algos.distributed.ledger import GroupKey, Ledger, request_hash
-from rlhf_algos.distributed.pool import Failure, Losses, Lost, Pool, Worker, answers
+from rlhf_algos.distributed.pool import Failure, Lost, Pool, Worker, WorkerLosses, answers
 from rlhf_algos.distributed.scoring import RewardFacts, RewardSetup, RewardWorker, Scoring
 from rlhf_algos.distributed.weights import Published
 from rlhf_algos.distributed.worker import (
@@ -73,7 +73,7 @@ class Controller:
         self._rewards: RewardSetup | None = None
         self._facts: RewardFacts | None = None
         self.prompts_per_batch = prompts_per_batch or 1
-        self._tell, self._losses = tell, Losses(config, tell)
+        self._tell, self._losses = tell, WorkerLosses(config, tell)
         self._versions: dict[int, str] = {}
         self._steps: dict[int, list[Task]] = {}
         self._start: Any = None

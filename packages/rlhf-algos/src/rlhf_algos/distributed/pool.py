@@ -185,7 +185,7 @@ def answers(pools: Sequence[Pool], patience: float) -> list[tuple[Pool, Worker, 
     return found
 
 
-class Losses:
+class WorkerLosses:
     """What follows when a worker is lost, or fails at a task; counts losses against the budget of a step.
 
     Attributes:

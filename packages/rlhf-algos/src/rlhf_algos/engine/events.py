@@ -156,7 +156,7 @@ class TrainingEvents:
         logged = self._logger.log(step, metrics)
         if on_step:
             on_step(step, metrics)
-        evaluated = self._judge(metrics)
+        evaluated = self._take_evaluation(metrics)
         code = self._exit_code()
         due = due or self.finished or code > 0 or (evaluated and self._selection.load_best_model_at_end)
         checkpoint = None
@@ -177,7 +177,7 @@ class TrainingEvents:
             load_best(best)
             _LOG.info("the weights are those of %s, the best by %s", best.name, self.stopping.metric)
 
-    def _judge(self, metrics: Mapping[str, Any]) -> bool:
+    def _take_evaluation(self, metrics: Mapping[str, Any]) -> bool:
         """Take in an evaluation, if there was one; whether there was."""
         if not any(is_evaluation(name) for name in metrics):
             return False

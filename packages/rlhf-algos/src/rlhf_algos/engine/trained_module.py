@@ -61,7 +61,7 @@ class TrainedModule:
             return
         self._wrapped, self._stepped = self.parallel.prepare(self.module, self.optimizer)
         self.prepared = True
-        self._take_up()
+        self._restore()
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, wrapped for the processes and the precision of this training."""
@@ -93,9 +93,9 @@ class TrainedModule:
         self.parallel.load_scaler_state(state["loss_scaler"])
         self._saved = (folder, state["scheduler"])
         if self.prepared:
-            self._take_up()
+            self._restore()
 
-    def _take_up(self) -> None:
+    def _restore(self) -> None:
         """Put optimizer, schedule and random state where a loaded checkpoint has them, once."""
         if self._saved is None:
             return
