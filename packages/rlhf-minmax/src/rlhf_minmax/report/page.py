@@ -33,6 +33,21 @@ _MEASURED_ON_REQUEST = (
     ("minmax/hacking_gap", "Hacking gap ↓"),
 )
 """Rows of the headline table that are shown where a block has them."""
+_WORLDS = {
+    "stories": "questions about short stories in which things move and gossip misleads",
+    "sums": "questions about short stories with sums",
+    "reports": "questions about where everybody in a short story is, with a report of several claims",
+}
+_JUDGED = {
+    None: "a judge reads the critique and says how likely the answer is to be true",
+    "monitor": "a validator checks whether the critique refutes it",
+    "mixed": "a validator checks whether the critique refutes it, or a piece of evidence drawn at random",
+    "random": "a validator checks whether evidence drawn at random refutes it",
+    "all": "a validator checks whether any evidence refutes it",
+}
+"""What becomes of an answer, by who chooses a validator's checks; None for another judge."""
+_WHERE = {"before": "at the start", "plain": "after plain RLHF", "after": "after MinMax"}
+_TILE_FACTS = (("policy/hack_rate", "hack rate"), ("policy/reward_score", "reward score"))
 _BREAK_EVEN = (
     ("delta_reward", "Reward model's gap ΔR: the flaw's gain over the truth"),
     ("delta_judge_start", "Judge's gap ΔJ, critiques of the start"),
@@ -197,22 +212,6 @@ def _listed(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-_WORLDS = {
-    "stories": "questions about short stories in which things move and gossip misleads",
-    "sums": "questions about short stories with sums",
-    "reports": "questions about where everybody in a short story is, with a report of several claims",
-}
-_JUDGED = {
-    None: "a judge reads the critique and says how likely the answer is to be true",
-    "monitor": "a validator checks whether the critique refutes it",
-    "mixed": "a validator checks whether the critique refutes it, or a piece of evidence drawn at random",
-    "random": "a validator checks whether evidence drawn at random refutes it",
-    "all": "a validator checks whether any evidence refutes it",
-}
-"""What becomes of an answer, by who chooses a validator's checks; None for another judge."""
-_WHERE = {"before": "at the start", "plain": "after plain RLHF", "after": "after MinMax"}
-
-
 def _tile(title: str, kind: str, block: dict[str, Any] | None) -> str:
     if block is None:
         return f'<div class="tile {kind}">{title}<b>–</b><small>not run</small></div>'
@@ -223,9 +222,6 @@ def _tile(title: str, kind: str, block: dict[str, Any] | None) -> str:
     return (
         f'<div class="tile {kind}">{title}<b>{accuracy}</b><small>true accuracy</small>{"".join(facts)}</div>'
     )
-
-
-_TILE_FACTS = (("policy/hack_rate", "hack rate"), ("policy/reward_score", "reward score"))
 
 
 def _findings(findings: Sequence[dict[str, Any]] | None) -> str:
