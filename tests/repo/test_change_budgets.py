@@ -60,8 +60,7 @@ def test_a_merge_method_is_one_file() -> None:
     assert [path.name for path in named] == ["nearswap.py"]
 
 
-def test_an_endpoint_is_one_file() -> None:
-    """What a route is called, and whether it counts against limits, is said where it is."""
+def test_a_route_is_written_in_one_file() -> None:
     paths = [path for path in SOURCES if "rlhf_serve/http" in path.as_posix()]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     for route in ("/v1/score", "/get_reward", "/v1/models", "/v1/chat/completions"):

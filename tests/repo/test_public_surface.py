@@ -17,5 +17,6 @@ def test_the_public_surface_is_the_committed_one() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "public_surface.py")]
     offered = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     committed = (ROOT / "tests" / "repo" / "public_surface.txt").read_text(encoding="utf-8").splitlines()
-    assert [line for line in committed if line not in set(offered)] == []
-    assert [line for line in offered if line not in set(committed)] == []
+    lines = [f"- {line}" for line in committed if line not in set(offered)]
+    lines += [f"+ {line}" for line in offered if line not in set(committed)]
+    assert not lines, "\n".join([*lines, "if wanted, run scripts/public_surface.py --write"])

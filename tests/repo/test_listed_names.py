@@ -1,0 +1,47 @@
+"""What users choose by name is listed where they read about it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rlhf_algos import DPOConfig
+from rlhf_algos.losses.preference import DPOLossType
+from rlhf_infer.rewards import rules
+from rlhf_infer.rewards.answers import verifiable
+from rlhf_merge.methods.families import METHODS
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_first_column(page: str) -> set[str]:
+    """Names in backticks in the first column of a page's tables."""
+    rows = re.findall(r"^\| *([^|]*)\|", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M)
+    return {name for cell in rows for name in re.findall(r"`([^`]*)`", cell)}
+
+
+def test_the_setting_of_dpos_loss_has_all_loss_types() -> None:
+    assert get_args(DPOConfig.model_fields["loss_type"].annotation) == get_args(DPOLossType)
+
+
+@pytest.mark.parametrize("page", ["losses.md", "methods/dpo.md"])
+def test_each_loss_type_of_dpo_has_a_row(page: str) -> None:
+    assert set(get_args(DPOLossType)) <= in_first_column(page)
+
+
+def test_the_example_settings_of_dpo_name_each_loss_type() -> None:
+    line = re.search(r"^loss_type: (\w+) +# or (.*)$", (ROOT / "configs" / "dpo.yaml").read_text(), re.M)
+    assert line is not None
+    assert {line[1], *line[2].split(", ")} == set(get_args(DPOLossType))
+
+
+def test_each_reward_rule_has_a_row() -> None:
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert {*rules.RULES, *verifiable.RULES, "math"} <= set(re.findall(r"^\| `(\w+)` \|", text, re.M))
+
+
+def test_each_merge_method_has_a_row() -> None:
+    assert METHODS.keys() <= in_first_column("merging.md")
