@@ -56,13 +56,8 @@ def test_sapo_golden():
     assert loss == pytest.approx(-1.5 + 2 * 0.25)
     assert gradient == pytest.approx([-0.75 * above, 1.5 * below])
     # the temperatures of the paper; at r = 1 the gradient is the policy gradient's, whatever the temperature
-    assert (
-        losses.SurrogateSettings(0, 0).temperature_pos,
-        losses.SurrogateSettings(0, 0).temperature_neg,
-    ) == (
-        1.0,
-        1.05,
-    )
+    default = losses.SurrogateSettings(0, 0)
+    assert (default.temperature_pos, default.temperature_neg) == (1.0, 1.05)
 
 
 @EACH_TYPE
