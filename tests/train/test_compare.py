@@ -62,10 +62,10 @@ def test_budgets_and_seeds_are_read() -> None:
     assert parse_budget("tokens=2e5") == ("tokens", 200_000)
     assert parse_seeds("3,1") == (3, 1)
     for wrong in ("tokens", "tokens=0", "hours=3", "steps=x", "steps=inf", "steps=2.5"):
-        with pytest.raises(UserError):
+        with raises_error("invalid_option"):
             parse_budget(wrong)
     for wrong in ("", "1,1", "-1", "a"):
-        with pytest.raises(UserError):
+        with raises_error("invalid_option"):
             parse_seeds(wrong)
 
 
@@ -82,9 +82,9 @@ def test_steps_make_up_the_budget() -> None:
     assert spent_per_step(rows, "samples") == 90
     assert spent_per_step([], "steps") == 1
     assert [steps_of(budget, 20) for budget in (20, 29, 31, 100)] == [1, 1, 2, 5]
-    with pytest.raises(UserError):
+    with raises_error("budget_too_small"):
         steps_of(19, 20)
-    with pytest.raises(UserError):
+    with raises_error("missing_metric"):
         spent_per_step([{"step_time": 1.0}], "tokens")
     assert [measured_steps(*each) for each in ((10, 4), (8, 2), (2, 4))] == [[3, 6, 9, 10], [4, 8], [1, 2]]
 
@@ -163,25 +163,25 @@ def test_a_run_that_was_killed_before_it_began_is_started_again(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "code"),
     [
-        {"methods": ("dpo",)},
-        {"methods": ("dpo", "dpo")},
-        {"methods": ("dpo", "reward")},
-        {"methods": ("dpo", "nothing")},
-        {"overrides": ("seed=3",)},
-        {"overrides": ("grpo.max_steps=3",)},
-        {"sweep": ("kto.beta=0.1,0.2",)},
-        {"sweep": ("dpo.beta=0.1,0.1",)},
-        {"sweep": ("dpo.beta=0.1,0.10",)},
-        {"budget": "steps=1e30"},
-        {"sweep": ("beta=0.1,0.2",)},
-        {"sweep": ("dpo.beta=0.1,0.2",), "overrides": ("dpo.beta=0.3",)},
+        ({"methods": ("dpo",)}, "too_few_rows"),
+        ({"methods": ("dpo", "dpo")}, "repeated_name"),
+        ({"methods": ("dpo", "reward")}, "unknown_method"),
+        ({"methods": ("dpo", "nothing")}, "unknown_method"),
+        ({"overrides": ("seed=3",)}, "conflicting_options"),
+        ({"overrides": ("grpo.max_steps=3",)}, "conflicting_options"),
+        ({"sweep": ("kto.beta=0.1,0.2",)}, "invalid_option"),
+        ({"sweep": ("dpo.beta=0.1,0.1",)}, "invalid_option"),
+        ({"sweep": ("dpo.beta=0.1,0.10",)}, "invalid_option"),
+        ({"budget": "steps=1e30"}, "invalid_option"),
+        ({"sweep": ("beta=0.1,0.2",)}, "invalid_option"),
+        ({"sweep": ("dpo.beta=0.1,0.2",), "overrides": ("dpo.beta=0.3",)}, "conflicting_options"),
     ],
     ids=str,
 )
-def test_what_is_no_comparison_is_refused(given: dict[str, Any], change: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
+def test_what_is_no_comparison_is_refused(given: dict[str, Any], change: dict[str, Any], code: str) -> None:
+    with raises_error(code):
         ComparisonPlan.of_options(given | change)
 
 

@@ -16,7 +16,7 @@ from files import done, read_lines
 from proofs import by_default
 from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, UserError
+from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord
 from rlhf_data.records.sft import TextRecord
 
 Train = Callable[..., Result]
@@ -116,7 +116,7 @@ def test_what_trl_cannot_honour_is_refused(method: str, settings: dict[str, Any]
     from rlhf_train.trl.backend import check_settings
 
     config = METHODS[method].resolve({**settings, "backend": "trl"})
-    with pytest.raises(UserError) as error:
+    with raises_error("trl_refuses") as error:
         check_settings(method, config)
     assert all(part in str(error.value) for part in parts)
 

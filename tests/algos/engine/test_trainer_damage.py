@@ -8,10 +8,11 @@ import resource
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_algos import DPOConfig, DPOTrainer
 from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
-from rlhf_data import RunFolder, UserError
+from rlhf_data import RunFolder
 from rlhf_data.runs.atomic import DiskFullError
 from rlhf_models import LoraSettings, add_adapters, tiny_model
 
@@ -70,7 +71,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_last_good_checkpo
     trainer.on_step = poison  # it comes before the checkpoint of step 4, which then holds what it did
     trainer.config = trainer.config.model_copy(update={"save_steps": 3})
     rows = epoch_order(10, 1, shuffle=True, seed=5)[4:8]  # those of step 5, the second of the second epoch
-    with pytest.raises(UserError) as stopped:
+    with raises_error("non_finite_loss") as stopped:
         trainer.train()
     said = str(stopped.value)
     assert said.startswith("step 5 gave loss nan, gradient norm nan at learning rate ")

@@ -13,7 +13,7 @@ from resumed import assert_resumed_equals_uninterrupted
 from rlhf_algos import GRPOConfig
 from rlhf_algos.jobs.config import job_config
 from rlhf_algos.process_group import world_size
-from rlhf_data import RunFolder, UserError
+from rlhf_data import RunFolder
 from rlhf_infer import TransformersEngine
 
 SETTINGS: dict[str, Any] = {
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> No
 )
 def test_speculation_is_refused_where_its_completions_would_be_lost(values: dict[str, Any]) -> None:
     config: Any = job_config(GRPOConfig, "policy")
-    with pytest.raises(UserError):
+    with raises_error("invalid_value"):
         config.from_dict({"speculation": "previous", "reward": ["number"], **values})
     assert config.from_dict({"speculation": "previous", "reward": ["number"]}).speculation == "previous"
 
@@ -104,7 +104,7 @@ def test_speculation_is_refused_where_its_completions_would_be_lost(values: dict
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world_size() == 1
     monkeypatch.setattr("rlhf_algos.configs.online.world_size", lambda: 2)
-    with pytest.raises(UserError):
+    with raises_error("invalid_value"):
         GRPOConfig.from_dict({"speculation": "previous"})
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raises import raises_error
 from rlhf_data import DatasetMixture, RecordStream, StreamingSFTDataset, UserError, read_ahead
 from rlhf_data.streaming.order import BlockOrder, Permutation, windows_of
 
@@ -183,10 +184,10 @@ def test_weights_are_kept_to_a_thousandth(tmp_path, monkeypatch, weights):
 def test_what_is_read_ahead_comes_in_order_and_errors_come_at_their_place():
     def read(number):
         if number == 5:
-            raise UserError("five")
+            raise UserError("five", code="fifth")
         return -number
 
     found = read_ahead(read, range(9), workers=2)
     assert list(islice(found, 5)) == [0, -1, -2, -3, -4]
-    with pytest.raises(UserError):
+    with raises_error("fifth"):
         next(found)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from proofs import by_default
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
 from rlhf_eval.audit.hints import similarity
 
@@ -83,10 +83,10 @@ def test_the_onset_is_where_the_gap_opens() -> None:
 
 
 def test_too_little_to_say_anything() -> None:
-    with pytest.raises(UserError):
+    with raises_error("nothing_logged"):
         measure_gap(log(-1.0, steps=11), "reward", HELD)
     constant = [{"step": i, "reward": 1.0, HELD: float(i)} for i in range(20)]
-    with pytest.raises(UserError):
+    with raises_error("constant_metric", key="reward"):
         measure_gap(constant, "reward", HELD)
 
 

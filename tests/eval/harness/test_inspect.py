@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
+
 pytest.importorskip("inspect_ai", reason="inspect-ai is not installed: run with --extra harness")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -81,11 +83,9 @@ def test_what_it_does_not_do_is_refused(model: Any, wrong: dict[str, Any]) -> No
 
     from inspect_ai.model import GenerateConfig
 
-    from rlhf_data import UserError
-
-    with pytest.raises(UserError):
+    with raises_error("unknown_key"):
         asyncio.run(model.api.generate(_conversation(), [], "none", GenerateConfig(**wrong)))
-    with pytest.raises(UserError):
+    with raises_error("unsupported_setting"):
         asyncio.run(model.api.generate(_conversation(), ["tool"], "auto", GenerateConfig()))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_data import UserError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: run with --extra harness")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -98,12 +97,12 @@ def test_a_request_that_comes_twice_is_drawn_twice(ours: Any) -> None:
 def test_what_it_does_not_do_is_refused(ours: Any, stories_model: str) -> None:
     from rlhf_eval.harness.lm_eval_model import PackedLM
 
-    with pytest.raises(UserError):
+    with raises_error("unknown_key"):
         ours.generate_until(requests("generate_until", [("a", {"num_beams": 3, "until": []})]))
-    with pytest.raises(UserError):
+    with raises_error("context_too_short"):
         ours.generate_until(requests("generate_until", [("a", {"max_gen_toks": 512, "until": []})]))
     for wrong in ({"batch_size": 8}, {"max_batch_size": 4}, {"peft": "x"}):
-        with pytest.raises(UserError):
+        with raises_error("unknown_key"):
             PackedLM(stories_model, **wrong)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_data import RunFolder, UserError
+from raises import raises_error
+from rlhf_data import RunFolder
 from rlhf_eval.monitor import (
     find_runs,
     held_out_keys,
@@ -147,9 +148,9 @@ def test_verls_log_has_our_names(tmp_path: Path) -> None:
     assert rules(find_alerts(log.rows)) == ["approx_kl"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "."])
-def test_where_there_is_no_log(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(("name", "code"), [("nowhere", "file_not_found"), (".", "wrong_folder")])
+def test_where_there_is_no_log(tmp_path: Path, name: str, code: str) -> None:
+    with raises_error(code):
         open_log(tmp_path / name)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from files import write_lines
 from raises import raises_error
-from rlhf_data import UserError
 from rlhf_eval.samples import FORMATS, matched, read_source, select_cases
 from rlhf_eval.samples.sources import Case, Completion
 
@@ -64,15 +63,20 @@ def test_only_prompts_of_all_models_are_compared(tmp_path: Path) -> None:
     two = write_lines(tmp_path / "two.jsonl", [{"prompt": p, "response": p * 2, "score": 1} for p in "cbd"])
     found = matched(read_source(str(one)) | read_source(str(two)))
     assert [case.prompt for case in found] == ["b", "c"]
-    with pytest.raises(UserError):
+    with raises_error("no_common_prompt"):
         matched(read_source(str(one)) | {"none": {"z": Completion("z")}})
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "p"}, {"completion": "c"}, {"prompt": "p", "completion": "c", "score": "x"}]
+    ("row", "code"),
+    [
+        ({"prompt": "p"}, "invalid_value"),
+        ({"completion": "c"}, "invalid_value"),
+        ({"prompt": "p", "completion": "c", "score": "x"}, "not_a_number"),
+    ],
 )
-def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
+def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, row: dict[str, Any], code: str) -> None:
+    with raises_error(code):
         read_source(str(write_lines(tmp_path / "rows.jsonl", [row])))
 
 
@@ -111,7 +115,7 @@ def test_best_and_worst_and_disagreement() -> None:
 
 @pytest.mark.parametrize("how", ["best", "worst", "disagree"])
 def test_without_scores_there_is_nothing_to_rank(how: Any) -> None:
-    with pytest.raises(UserError):
+    with raises_error("unscored_rows"):
         select_cases(cases([None, None]), how, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_data import RunFolder, UserError, import_object
+from rlhf_data import RunFolder, import_object
 from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, load_stories
 from rlhf_minmax.game.user_rules import UserRules
 
@@ -185,9 +185,8 @@ def test_stories_of_ones_own_need_answers_where_something_is_measured(load: Any,
 def test_an_error_in_the_middle_of_a_run_names_the_row(load: Any, tmp_path: Path) -> None:
     stories = load(f"{tmp_path}/mine.py:Late")
     late = replace(stories.train[0], story="Odd.", where="rows.jsonl, line 99")
-    with pytest.raises(UserError) as caught:
+    with raises_error("rules_failed", method="rival") as caught:
         stories.prompts.rules.rival(late)
-    assert caught.value.code == "rules_failed" and caught.value.fields["method"] == "rival"
     assert late.where and late.where in str(caught.value)
 
 

@@ -31,7 +31,10 @@ def spent_per_step(rows: Sequence[dict[str, Any]], unit: Unit) -> float:
         found = [after - before for before, after in zip([0.0, *counts], counts, strict=False)]
     spent = median(found) if found else 0.0
     if not spent > 0:
-        raise UserError(f"the pilot of {PILOT_STEPS} steps spent no {unit}; take another unit for --budget")
+        raise UserError(
+            f"the pilot of {PILOT_STEPS} steps spent no {unit}; take another unit for --budget",
+            code="missing_metric",
+        )
     return spent
 
 
@@ -40,7 +43,8 @@ def steps_of(budget: float, per_step: float) -> int:
     if budget < per_step:
         raise UserError(
             f"one step takes {per_step:,.4g}, more than --budget with its {budget:,.10g}; raise it, or make "
-            "steps smaller, as with per_device_train_batch_size"
+            "steps smaller, as with per_device_train_batch_size",
+            code="budget_too_small",
         )
     return math.floor(budget / per_step + 0.5)
 

@@ -184,7 +184,7 @@ def _arms(methods: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
     for method in methods:
         if method not in METHODS or METHODS[method].model != "policy":
             known = ", ".join(name for name, each in METHODS.items() if each.model == "policy")
-            raise UserError(f"{method} does not train a policy; choose among {known}")
+            raise UserError(f"{method} does not train a policy; choose among {known}", code="unknown_method")
     if len(set(methods)) != len(methods):
         raise UserError(
             "a method is named twice; compare settings of one method with --sweep METHOD.KEY=A,B",
@@ -237,7 +237,11 @@ def _check_setting(methods: Sequence[str], setting: str) -> None:
     key = rest.split(".")[0] if first in methods else first
     if key in _OURS:
         instead = f"; {_OURS[key]} decides it" if _OURS[key] else ""
-        raise UserError(f"{setting}: a comparison sets {key} itself{instead}; leave it out")
+        raise UserError(
+            f"{setting}: a comparison sets {key} itself{instead}; leave it out",
+            code="conflicting_options",
+            key=key,
+        )
 
 
 def _is_for(method: str, methods: Sequence[str], override: str) -> bool:

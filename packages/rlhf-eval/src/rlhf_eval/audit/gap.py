@@ -106,7 +106,11 @@ def _standardised(rows: Rows, key: str, size: int) -> np.ndarray:
     logged = next((row[spread_key] for row in rows if _number(row.get(spread_key))), None)
     spread = float(logged) if logged else float(values[:size].std(ddof=1))
     if not spread > 0:
-        raise UserError(f"{key} is the same in all of the first steps, so that it has no scale to compare on")
+        raise UserError(
+            f"{key} is the same in all of the first steps, so that it has no scale to compare on",
+            code="constant_metric",
+            key=key,
+        )
     return (values - values[:size].mean()) / spread
 
 

@@ -94,7 +94,8 @@ class PackedModel(ModelAPI):
         """
         if tools:
             raise UserError(
-                "the provider rlhf offers a model no tools; serve it by vLLM for tasks that use them"
+                "the provider rlhf offers a model no tools; serve it by vLLM for tasks that use them",
+                code="unsupported_setting",
             )
         unknown = [name for name in _UNKNOWN if getattr(config, name) is not None]
         if unknown:

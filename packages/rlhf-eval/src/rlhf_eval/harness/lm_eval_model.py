@@ -58,7 +58,8 @@ class PackedLM(TemplateLM):
         if str(batch_size) not in ("1", "auto") or others.pop("max_batch_size", None) is not None:
             raise UserError(
                 "the model rlhf has no batch size: leave it out, and set max_tokens, the tokens of a forward "
-                "pass, in --model_args"
+                "pass, in --model_args",
+                code="unknown_key",
             )
         if others:
             known = "pretrained, dtype, max_length, max_tokens, max_gen_toks, add_bos_token"

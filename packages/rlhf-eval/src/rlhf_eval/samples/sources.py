@@ -186,7 +186,8 @@ def _completion(row: Mapping[str, Any], text: str, score: str | None, file: Path
         known = None if value is None else float(value)  # a cell of a CSV file is text
     except (TypeError, ValueError, OverflowError):
         raise UserError(
-            f"{file}: the score {str(value)[:80]!r} is not a number; name another column with --score"
+            f"{file}: the score {str(value)[:80]!r} is not a number; name another column with --score",
+            code="not_a_number",
         ) from None
     known = known if known is not None and math.isfinite(known) else None
     return Completion(text, known, {name: row[name] for name in _SHOWN if row.get(name) is not None})
