@@ -56,13 +56,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     """
     keys = keys or KeyRing()
     admission = Admission(settings.max_running, settings.max_waiting)
-    build = {
-        "version": VERSION,
-        "backend": served.service.backend.name,
-        "model": served.model,
-        "reward_model": ",".join(served.rewards),
-    }
-    metrics = Metrics(build=build, key_names=keys.names)
+    metrics = Metrics(build=_build_of(served), key_names=keys.names)
     metrics.watch(admission)
     metrics.watch_memory(served.service.backend.memory, GAUGES)
 
@@ -110,6 +104,16 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         return Response(body, headers={"content-type": kind})
 
     return app
+
+
+def _build_of(served: Served) -> dict[str, str]:
+    """What `/metrics` says of the server."""
+    return {
+        "version": VERSION,
+        "backend": served.service.backend.name,
+        "model": served.model,
+        "reward_model": ",".join(served.rewards),
+    }
 
 
 def _limits(settings: ServeSettings, admission: Admission) -> middleware.Limits:
