@@ -12,9 +12,10 @@ from typing import Any
 
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.pipeline.config import PipelineConfig
+from rlhf_algos.pipeline.execution import OnEvent
 from rlhf_algos.pipeline.page import write_page
 from rlhf_algos.pipeline.results import HISTORY, Artefact
-from rlhf_algos.pipeline.runner import OnEvent, Pipeline
+from rlhf_algos.pipeline.runner import Pipeline
 from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json, atomic_write_text, json_hash
 
 _MANIFEST = "manifest.json"

@@ -81,6 +81,8 @@ class ResultStore:
             that makes no decision leaves them unchanged.
         promotions: Of each stage the last promotion: `of`, a hash of what it promoted and why, and
             `artefact`, the address of what it promoted.
+        judged: Of each gate that compares with what has the role its last judgement: `of`, what that depends
+            on besides, and what it compared with, see `Former`.
     """
 
     root: Path
@@ -88,6 +90,7 @@ class ResultStore:
     current: dict[str, Current] = field(default_factory=dict)
     holders: dict[str, list[Current]] = field(default_factory=dict)
     promotions: dict[str, dict[str, str]] = field(default_factory=dict)
+    judged: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._start: dict[str, Current] = {}
@@ -140,6 +143,8 @@ class ResultStore:
             listed = _holders_of_earlier(manifest)
         self.holders = {role: [Current.from_dict(each) for each in them] for role, them in listed.items()}
         self.promotions = dict(manifest.get("promotions", {}))
+        judged = manifest.get("judged")
+        self.judged = _judged_of_earlier(manifest) if judged is None else dict(judged)
 
     @property
     def held(self) -> dict[str, Current]:
@@ -238,6 +243,11 @@ class ResultStore:
             return artefact.path
         return os.path.normpath(os.path.join(os.path.abspath(self.root), artefact.path))
 
+    def outside(self, name: str) -> Artefact:
+        """A path that no stage left, or a name on the hub."""
+        path = os.path.abspath(os.path.expanduser(name))
+        return Artefact(path, self.digests.of(path)) if os.path.exists(path) else Artefact(name, HUB)
+
     def relative(self, path: Path) -> str:
         """A path as an artefact has it."""
         return os.path.relpath(path, self.root)
@@ -255,6 +265,7 @@ class ResultStore:
             "current": current,
             "holders": holders,
             "promotions": self.promotions,
+            "judged": self.judged,
         }
         text = json.dumps(finite(manifest), sort_keys=True)
         try:
@@ -301,6 +312,12 @@ def _holders_of_earlier(manifest: Mapping[str, Any]) -> dict[str, list[dict[str,
         both = [before, each] if before and before["artefact"] != each["artefact"] else [each]
         found[role] = [one for one in both if one["stage"] is not None]
     return found
+
+
+def _judged_of_earlier(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The judgements in a manifest of a version that compared with the stages above alone."""
+    stages = manifest.get("stages", {})
+    return {name: {"of": f"{each['address']} reject"} for name, each in stages.items() if "decision" in each}
 
 
 def _same_promotion(one: Current, other: Current) -> bool:

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.config import PipelineConfig, Selection, Stage
-from rlhf_algos.pipeline.kinds import KINDS, SETTINGS
-from rlhf_algos.pipeline.launch import last_line, launch, wait_for_the_last
-from rlhf_algos.pipeline.measured import collapse_alarms, metrics_of
+from rlhf_algos.pipeline.execution import Launch, OnEvent, Planned, execute
+from rlhf_algos.pipeline.former import Asked, Former, former_of
+from rlhf_algos.pipeline.kinds import KINDS
+from rlhf_algos.pipeline.launch import launch
+from rlhf_algos.pipeline.measured import collapse_alarms
 from rlhf_algos.pipeline.references import Reference, named_files, references_in, replaced
-from rlhf_algos.pipeline.results import HUB, Artefact, Current, ResultStore
-from rlhf_data import RunFolder, UserError, alone_in, atomic_write_json
-
-OnEvent = Callable[[str, str, str], Any]
-"""Told what happens: the event, the stage, and a few words."""
-Launch = Callable[[Stage, dict[str, Any], Path], int]
-"""Runs the process of a stage with these settings in its folder; its exit code."""
-_PREVIOUS = "previous"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A stage before it runs.
-
-    Attributes:
-        stage: The stage.
-        settings: Its settings with paths.
-        address: Of its result.
-        upstream: Addresses of what its references lead to, by reference.
-        previous: Evaluations of what has the role that a gate promotes to.
-    """
-
-    stage: Stage
-    settings: dict[str, Any]
-    address: str
-    upstream: dict[str, str]
-    previous: tuple[Artefact, ...] = ()
+from rlhf_algos.pipeline.results import Artefact, Current, ResultStore
+from rlhf_data import RunFolder, UserError, alone_in
 
 
 @dataclass
@@ -151,20 +126,23 @@ class Pipeline:
         if kind.seed and kind.seed not in settings and "input" not in settings:
             settings[kind.seed] = self.config.seed
         needs = [self._artefact(Reference(name, None)).address for name in stage.needs]
-        previous = self._previous(stage)
         made_of = replaced(settings, lambda each: _placed(upstream[str(each)]))
-        if stage.kind == "gate":
-            made_of |= {
-                "gates": [gate.to_dict() for gate in stage.gates],
-                _PREVIOUS: [*map(_placed, previous)],
-            }
-        address = self.store.address(stage.kind, made_of, stage.launch, named_files(settings), needs)
         paths = replaced(settings, lambda each: self.store.path(upstream[str(each)]))
+        files, judged = named_files(settings), None
+
+        def address_of(more: dict[str, Any]) -> str:
+            return self.store.address(stage.kind, made_of | more, stage.launch, files, needs)
+
         if stage.kind == "gate":
-            paths |= {"gates": made_of["gates"], _PREVIOUS: [self.store.path(each) for each in previous]}
+            gates = {"gates": [gate.to_dict() for gate in stage.gates]}
+            judged, former = self._former(stage, lambda each: address_of(gates | each.settings(_placed)))
+            address = address_of(gates | former.settings(_placed))
+            paths |= gates | former.settings(self.store.path)
+        else:
+            address = address_of({})
         addresses = {name: artefact.address for name, artefact in upstream.items()}
         self._addresses[stage.name] = address
-        return Planned(stage, paths, address, addresses, previous)
+        return Planned(stage, paths, address, addresses, judged)
 
     def path(self, reference: Reference) -> str:
         """Where a reference leads, whether or not it is there yet.
@@ -178,7 +156,7 @@ class Pipeline:
         self._addresses.clear()
         self._undecided.clear()
         self._ended.clear()
-        self.store.begin(None if self.config.model is None else self._outside(self.config.model))
+        self.store.begin(None if self.config.model is None else self.store.outside(self.config.model))
 
     def _visit(self, stage: Stage, selected: bool) -> None:
         entry: dict[str, Any] = {"kind": stage.kind}
@@ -204,7 +182,7 @@ class Pipeline:
                 self._undecided[stage.promotes] = stage.name
             return
         if result is None:
-            result = self._execute(planned, entry)
+            result = execute(planned, self.store, self.launch, self.on_event, entry)
         else:
             self.on_event("cached", stage.name, "")
         folder = self.store.relative(self.store.folder(stage.kind, planned.address))
@@ -212,42 +190,6 @@ class Pipeline:
         entry |= {key: result[key] for key in ("outputs", "metrics")}
         self._take(planned, result)
         self.store.write_manifest(self.config.to_dict(), [each.name for each in self.stages])
-
-    def _execute(self, planned: Planned, entry: dict[str, Any]) -> dict[str, Any]:
-        """Run a stage's process, as often as it may be tried again; its result."""
-        stage, store = planned.stage, self.store
-        folder = store.folder(stage.kind, planned.address)
-        wait_for_the_last(folder, lambda: self.on_event("waiting", stage.name, "its process still ends"))
-        if (aside := store.set_aside(folder, planned.address)) is not None:
-            self.on_event("changed", stage.name, f"runs again; kept as {aside}")
-        store.log("started", stage.name, address=planned.address)  # first, or the folder would be set aside
-        folder.mkdir(parents=True, exist_ok=True)
-        RunFolder.open(folder)
-        atomic_write_json(folder / SETTINGS, planned.settings)
-        began = time.monotonic()
-        self.on_event("started", stage.name, str(folder))
-        for attempt in range(stage.retries + 1):
-            finished = (done := KINDS[stage.kind].done) and (folder / done).exists()
-            code = 0 if finished else self.launch(stage, planned.settings, folder)
-            if code == 0:
-                break
-            store.log("failed", stage.name, address=planned.address, exit_code=code)
-            if attempt == stage.retries:
-                entry |= {"status": "failed", "exit_code": code}
-                raise UserError(
-                    f"stage {stage.name} failed with exit code {code}: {last_line(folder / 'log.txt')} "
-                    f"(its log is {folder / 'log.txt'}); correct that and give the same command again",
-                    code="stage_failed",
-                    stage=stage.name,
-                    exit_code=code,
-                )
-        result = store.finish(stage.kind, planned.address, metrics_of(folder))
-        seconds = round(time.monotonic() - began, 2)
-        store.log(
-            *("finished", stage.name), address=planned.address, seconds=seconds, metrics=result["metrics"]
-        )
-        self.on_event("finished", stage.name, f"{seconds:.1f} s")
-        return result
 
     def _take(self, planned: Planned, result: dict[str, Any]) -> None:
         """Draw the consequences of a finished stage: promotions, rejections, loops that end, alarms."""
@@ -259,6 +201,8 @@ class Pipeline:
             return
         artefact = self._promoted(stage, planned)
         if stage.kind == "gate":
+            if planned.judged is not None:
+                self.store.judged[stage.name] = planned.judged
             outcome = result["metrics"]["outcome"]
             accepted = outcome == "pass" or (outcome == "inconclusive" and stage.on_inconclusive == "accept")
             entry["decision"] = "accepted" if accepted else "rejected"
@@ -269,7 +213,7 @@ class Pipeline:
             self._undecided.pop(stage.promotes, None)
             measured = self._artefacts(stage.config["measured"]) if stage.kind == "gate" else ()
             self.store.current[stage.promotes] = current = Current(artefact, stage.name, measured)
-            if self._running and self.store.promote(stage.promotes, current, planned.address):
+            if self.store.promote(stage.promotes, current, planned.address) and self._running:
                 self.store.log("promoted", stage.name, role=stage.promotes, path=artefact.path)
                 self.on_event("promoted", stage.name, f"{stage.promotes} is now {artefact.path}")
 
@@ -357,20 +301,32 @@ class Pipeline:
         path = self.store.folder(stage.kind, address) / KINDS[stage.kind].path_of(reference)
         return Artefact(self.store.relative(path), address)
 
-    def _previous(self, stage: Stage) -> tuple[Artefact, ...]:
-        """Evaluations of what a gate's candidate would replace; those of the start before any promotion.
+    def _former(
+        self, stage: Stage, address_of: Callable[[Former], str]
+    ) -> tuple[dict[str, Any] | None, Former]:
+        """What a gate compares its candidate with as `previous`, and what is kept of that with its verdict.
 
-        Nothing where no condition compares with them.
+        Nothing where no condition compares with it.
         """
         if all(gate.against != "previous" for gate in stage.gates):
-            return ()
+            return None, Former()
         role = stage.promotes or ""
         if role in self._undecided:
             self._artefact(Reference("current", role))  # raises: not known yet
         current = self.store.current.get(role)
-        if current is not None and current.measured:
-            return current.measured
-        return self._artefacts(stage.config.get("start"))
+        measured = (current.measured if current else ()) or self._artefacts(stage.config.get("start"))
+        names = [each.name for each in self.stages]
+        asked = Asked(
+            gate=stage.name,
+            role=role,
+            candidate=self._artefacts(stage.config["candidate"])[0],
+            measured=self._artefacts(stage.config["measured"]),
+            above=frozenset(names[: names.index(stage.name)]),
+            instead=current.artefact.path if current and current.measured else "start",
+            of=f"{address_of(Former(measured))} {stage.on_inconclusive}",
+        )
+        former = former_of(self.store, asked, Former(measured))
+        return {"of": asked.of, **former.to_dict()}, former
 
     def _artefacts(self, value: Any) -> tuple[Artefact, ...]:
         """What a setting, one text or several, leads to: results, or paths from outside."""
@@ -382,13 +338,8 @@ class Pipeline:
             if inside:
                 found.append(Artefact(self.store.relative(Path(path)), self._artefact(inside[0]).address))
             else:
-                found.append(self._outside(path))
+                found.append(self.store.outside(path))
         return tuple(found)
-
-    def _outside(self, name: str) -> Artefact:
-        """A path that no stage left, or a name on the hub."""
-        path = os.path.abspath(os.path.expanduser(name))
-        return Artefact(path, self.store.digests.of(path)) if os.path.exists(path) else Artefact(name, HUB)
 
     def _is_over(self, stage: Stage) -> bool:
         return "" in self._ended or (stage.loop is not None and stage.loop in self._ended)

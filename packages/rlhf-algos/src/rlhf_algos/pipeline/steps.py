@@ -85,9 +85,10 @@ def gate(folder: Path, settings: Mapping[str, Any]) -> None:
     left_out = (
         [f"{measured.left_out} ratings are of other models and do not count"] if measured.left_out else []
     )
+    notes = [settings["note"]] if settings.get("note") else []
     found = {
         "outcome": verdict_of_all(verdicts),
-        "reasons": [*(verdict.reason for verdict in verdicts), *left_out],
+        "reasons": [*(verdict.reason for verdict in verdicts), *left_out, *notes],
         "verdicts": [verdict.to_dict() for verdict in verdicts],
     }
     atomic_write_json(folder / "verdict.json", found)
