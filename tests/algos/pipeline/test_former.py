@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from quick_pipelines import DATA, SCORED, gate, report, started
-from rlhf_algos.pipeline.config import PipelineConfig, Stage
+from rlhf_algos.pipeline.config import PipelineConfig, Selection, Stage
 from rlhf_algos.pipeline.launch import launch
 from rlhf_algos.pipeline.runner import Pipeline
 
 BETTER = [{"metric": "sums", "against": "previous", "op": ">", "threshold": 0}]
+
+MARGIN = {"metric": "sums", "margin": 0.1}
 
 
 def stages(share: float, measured: str, start: str) -> dict[str, Any]:
@@ -142,3 +144,26 @@ def test_a_report_that_cannot_be_compared_gives_way_to_the_start(tmp_path: Path,
     assert previous(less) == [str(start)]
     notes = less.store.entries["gate"]["metrics"]["reasons"][1:]
     assert len(notes) == 1 and good.store.held["policy"].artefact.path in notes[0]
+
+
+@pytest.mark.slow
+def test_stages_that_are_not_selected_move_no_role(run: Any, tmp_path: Path) -> None:
+    """Neither promotions nor withdrawals of results that are there; a later run of all makes them."""
+    good, bad = (report(tmp_path / name, sums=right(share)) for name, share in (("good", 0.8), ("bad", 0.1)))
+    plain = {"data": DATA, "tuned": {"kind": "filter", "config": {"rows": SCORED, "to": "sft"}}}
+
+    def config(share: float, measured: str) -> dict[str, Any]:
+        canary = {**stages(share, measured, good)["gate"], "gates": [{**MARGIN, "against": "start"}]}
+        return {**plain, **stages(share, measured, good), "gate": canary}
+
+    for share in (0.5, 1.0):
+        run(config(share, good))
+    held = json.loads((tmp_path / "run/pipeline.json").read_text())["holders"]
+    for selection in (Selection(("tuned",)), Selection(until="made")):
+        cached = run(config(0.5, good), selection)
+        assert events(cached) == [] and cached.store.read_manifest()["holders"] == held
+    assert events(run(config(0.5, good))) == ["promoted"]
+    assert events(run(config(0.5, bad))) == ["withdrawn", "rejected"]
+    assert events(run(config(0.5, good))) == ["promoted"]
+    assert events(run(config(0.5, bad), Selection(("tuned",)))) == ["rejected"]
+    assert events(run(config(0.5, bad))) == ["withdrawn", "rejected"]

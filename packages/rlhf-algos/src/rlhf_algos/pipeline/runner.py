@@ -188,11 +188,14 @@ class Pipeline:
         folder = self.store.relative(self.store.folder(stage.kind, planned.address))
         entry |= {"status": "done", "folder": folder}
         entry |= {key: result[key] for key in ("outputs", "metrics")}
-        self._take(planned, result)
+        self._take(planned, result, decides=selected)
         self.store.write_manifest(self.config.to_dict(), [each.name for each in self.stages])
 
-    def _take(self, planned: Planned, result: dict[str, Any]) -> None:
-        """Draw the consequences of a finished stage: promotions, rejections, loops that end, alarms."""
+    def _take(self, planned: Planned, result: dict[str, Any], *, decides: bool = True) -> None:
+        """Draw the consequences of a finished stage: promotions, rejections, loops that end, alarms.
+
+        A stage that does not decide, as it was not selected, is what references lead to, and moves no role.
+        """
         stage = planned.stage
         entry = self.store.entries.setdefault(stage.name, {})
         if stage.loop and stage.kind in ("generate", "evaluate"):
@@ -201,25 +204,25 @@ class Pipeline:
             return
         artefact = self._promoted(stage, planned)
         if stage.kind == "gate":
-            if planned.judged is not None:
+            if decides and planned.judged is not None:
                 self.store.judged[stage.name] = planned.judged
             outcome = result["metrics"]["outcome"]
             accepted = outcome == "pass" or (outcome == "inconclusive" and stage.on_inconclusive == "accept")
             entry["decision"] = "accepted" if accepted else "rejected"
             if not accepted:
-                self._reject(planned, artefact, result["metrics"])
+                self._reject(planned, artefact, result["metrics"], decides)
                 return
         if stage.promotes is not None:
             self._undecided.pop(stage.promotes, None)
             measured = self._artefacts(stage.config["measured"]) if stage.kind == "gate" else ()
             self.store.current[stage.promotes] = current = Current(artefact, stage.name, measured)
-            if self.store.promote(stage.promotes, current, planned.address) and self._running:
+            if decides and self.store.promote(stage.promotes, current, planned.address) and self._running:
                 self.store.log("promoted", stage.name, role=stage.promotes, path=artefact.path)
                 self.on_event("promoted", stage.name, f"{stage.promotes} is now {artefact.path}")
 
-    def _reject(self, planned: Planned, candidate: Artefact, verdict: dict[str, Any]) -> None:
+    def _reject(self, planned: Planned, candidate: Artefact, verdict: dict[str, Any], decides: bool) -> None:
         stage = planned.stage
-        if self._running:
+        if self._running and decides:
             self.store.reject(stage.name, planned.address, verdict, candidate)
             if stage.promotes and verdict["outcome"] == "fail":
                 self._withdraw(stage.promotes, Current(candidate, stage.name))
