@@ -11,7 +11,9 @@ import pytest
 from raises import raises_error
 from rlhf_algos.pipeline.measured import check_ratings, collapse_alarms, scores_of, text_measures
 from rlhf_algos.pipeline.references import Digests, Reference, named_files, references_in, replaced
-from rlhf_algos.pipeline.steps import choose
+from rlhf_algos.pipeline.steps import choose, score
+from rlhf_data import load_records
+from rlhf_models import RewardModel
 
 ROWS = [
     {
@@ -89,6 +91,85 @@ def test_what_nothing_scored_is_neither_better_nor_worse(tmp_path: Path) -> None
             made(**settings)
     with raises_error("no_rows_left"):
         made(to="pairs")
+
+
+CHATS = [
+    {
+        "prompt": [{"role": "user", "content": word}],
+        "answer": "gold",
+        "shown": [{"role": "assistant", "content": "shown"}],
+        "whole": [{"role": "user", "content": word}, {"role": "assistant", "content": "shown"}],
+        "completion": "best",
+        "score": 2.0,
+        "candidates": [{"text": "best", "score": 2.0}, {"text": "bad", "score": 0.0}],
+    }
+    for word in ("one", "two")
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        ({"to": "pairs"}, "preference", ["best", "bad"]),
+        ({"to": "pairs", "chosen": "answer"}, "preference", ["gold", "bad"]),
+        ({"to": "pairs", "chosen": "shown"}, "preference", ["shown", "bad"]),
+        ({"to": "pairs", "rejected": "whole"}, "preference", ["best", "shown"]),
+        ({"to": "sft"}, "sft", ["best"]),
+        ({"to": "kto"}, "kto", ["best", "bad"]),
+    ],
+)
+def test_rows_of_chats_are_read_by_the_trainings(
+    tmp_path: Path, settings: dict[str, Any], kind: str, said: list[str]
+) -> None:
+    """`generate` writes texts after prompts of messages."""
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    choose(tmp_path, {"rows": str(rows), **settings})
+    records = load_records(tmp_path / "rows.jsonl", kind).records
+    answers = [answer for record in records for answer in record.parts()[1]]
+    assert answers == [[{"role": "assistant", "content": text}] for text in said] * 2
+    assert records[0].parts()[0] == CHATS[0]["prompt"]
+
+
+def test_columns_of_another_form_than_the_prompt_are_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text(json.dumps({**CHATS[0], "prompt": "a text"}) + "\n")
+    with raises_error("missing_column", column="shown"):
+        choose(tmp_path, {"rows": str(rows), "to": "pairs", "chosen": "shown"})
+
+
+def test_chats_are_scored_and_rows_of_demonstrations_may_be_messages(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    demonstration = {"prompt": CHATS[0]["prompt"], "completion": CHATS[0]["shown"]}
+    rows.write_text(json.dumps(CHATS[0]) + "\n" + json.dumps(demonstration) + "\n")
+    score(tmp_path, {"rows": str(rows), "reward": "non_empty"})
+    scored = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in scored] == ["best", "shown"]
+    assert text_measures([demonstration])["words"] == 1
+
+
+@pytest.mark.slow
+def test_a_recipe_on_chats_trains(
+    run: Any, tmp_path: Path, built_llama: Any, chat_tokenizer: Any, tiny_llama: Any
+) -> None:
+    """Drawn, scored anew by a reward model, chosen, and one step of each training."""
+    policy, reward, rows = (tmp_path / name for name in ("policy", "reward", "prompts.jsonl"))
+    RewardModel.from_backbone(tiny_llama, chat_tokenizer, seed=0).save_pretrained(reward)
+    built_llama.save_pretrained(policy)
+    chat_tokenizer.save_pretrained(policy)
+    prompts = [{"prompt": [{"role": "user", "content": f"Say {i}."}]} for i in range(4)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    drawn = {"n": 3, "keep": 3, "max_tokens": 8, "temperature": 2, "reward": "length:target=4"}
+    stages: dict[str, Any] = {
+        "draw": {"kind": "generate", "config": {"prompts": str(rows), "model": str(policy), **drawn}},
+        "again": {"kind": "score", "config": {"rows": "${draw.rows}", "reward": str(reward)}},
+    }
+    for name, method in (("pairs", "dpo"), ("sft", "sft"), ("kto", "kto")):
+        stages[f"to_{name}"] = {"kind": "filter", "config": {"rows": "${again.rows}", "to": name}}
+        settings = {"model_name_or_path": str(policy), "train_data": f"${{to_{name}.rows}}", "max_steps": 1}
+        stages[f"train_{name}"] = {"kind": method, "config": {**settings, "eval_fraction": 0}}
+    entries = run(stages).store.entries
+    assert all(entry["status"] == "done" for entry in entries.values())
 
 
 def test_collapse_is_told_against_the_first_round() -> None:

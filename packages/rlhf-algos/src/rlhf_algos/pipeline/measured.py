@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import RunFolder, UserError, read_rows
+from rlhf_data import RunFolder, Text, UserError, read_rows
 
 _SUITES = "items.jsonl"
 """Of a report of kind capability: a row for every item."""
@@ -156,7 +156,16 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
     candidates = row.get("candidates")
     if isinstance(candidates, list):
         return [str(each.get("text", "")) for each in candidates]
-    return [row["completion"]] if isinstance(row.get("completion"), str) else []
+    said = row.get("completion")
+    return [said] if isinstance(said, str) else [text_of(said)] if isinstance(said, list) else []
+
+
+def text_of(said: Text) -> str:
+    """The words of a text or of messages, and the tools that these call, without white space around them."""
+    if isinstance(said, str):
+        return said.strip()
+    parts = [str(each.get(key) or "") for each in said for key in ("content", "tool_calls")]
+    return "\n".join(part.strip() for part in parts if part.strip())
 
 
 def _of_run(folder: Path) -> dict[str, Any]:

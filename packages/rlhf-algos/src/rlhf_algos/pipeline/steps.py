@@ -14,9 +14,17 @@ from typing import Any
 
 from rlhf_algos.pipeline.kinds import SETTINGS
 from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
-from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, same_result, scores_of
+from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, same_result, scores_of, text_of
 from rlhf_algos.pipeline.served import serve
-from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
+from rlhf_data import (
+    Text,
+    UserError,
+    as_completion,
+    atomic_write_json,
+    atomic_write_text,
+    exit_cleanly,
+    read_rows,
+)
 from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
 
 _NOT_COLUMNS = (
@@ -36,7 +44,8 @@ def score(folder: Path, settings: Mapping[str, Any]) -> None:
     flat = [(row, text) for row, group in zip(rows, texts, strict=True) for text in group]
     names = sorted({name for row in rows for name in row} - set(_NOT_COLUMNS))
     columns = {name: [row.get(name) for row, _ in flat] for name in names}
-    prompts, completions = [row["prompt"] for row, _ in flat], [text for _, text in flat]
+    prompts = [row["prompt"] for row, _ in flat]
+    completions = [as_completion(row["prompt"], text) for row, text in flat]
     totals = [0.0] * len(flat)
     for line in lines:
         found = load_scorer(line)(prompts, completions, columns=columns).mean(0)
@@ -117,8 +126,8 @@ def _measured(reports: Any, of: Callable[[str | None], bool]) -> Scores:
 def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The best against the worst candidate; or either against a column of the row, as SPIN does.
 
-    `chosen` and `rejected` name a column that holds the text, such as the demonstration of the prompt; by
-    default they are the best and the worst candidate, which must be `min_gap` apart.
+    `chosen` and `rejected` name a column that holds the text or messages, such as the demonstration of the
+    prompt; by default they are the best and the worst candidate, which must be `min_gap` apart.
     """
     chosen, rejected = settings.get("chosen"), settings.get("rejected")
     least = float(settings.get("min_gap") or 0.0)
@@ -126,12 +135,14 @@ def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> li
     for row in rows:
         ranked = _ranked(row, settings["rows"])
         sides = [
-            _column(row, name, settings["rows"]) if name else ranked[place]["text"]
+            _column(row, name, settings["rows"])
+            if name
+            else as_completion(row["prompt"], ranked[place]["text"])
             for name, place in ((chosen, 0), (rejected, -1))
         ]
         gap = _score(ranked[0]) - _score(ranked[-1]) if _is_scored(ranked[0]) else 0.0
         scored = not chosen and not rejected
-        texts = {side.strip() for side in sides}
+        texts = {text_of(side) for side in sides}
         if len(texts) < 2 or "" in texts or (scored and not (gap > 0 and gap >= least)):
             continue
         made.append(_kept(row) | {"prompt": row["prompt"], "chosen": sides[0], "rejected": sides[1]})
@@ -151,7 +162,8 @@ def _demonstrations(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, An
             continue
         value = _score(found) if scored else 0.0
         if least is None or value >= least:
-            best.append((value, _kept(row) | {"prompt": row["prompt"], "completion": found["text"]}))
+            completion = as_completion(row["prompt"], found["text"])
+            best.append((value, _kept(row) | {"prompt": row["prompt"], "completion": completion}))
     if share is None:
         return [row for _, row in best]
     count = math.ceil(float(share) * len(best))
@@ -168,7 +180,11 @@ def _labelled(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) ->
     least = settings.get("min_score")
     limit = sum(scores) / len(scores) if least is None else float(least)
     return [
-        {"prompt": row["prompt"], "completion": each["text"], "label": _score(each) >= limit}
+        {
+            "prompt": row["prompt"],
+            "completion": as_completion(row["prompt"], each["text"]),
+            "label": _score(each) >= limit,
+        }
         for row, each in every
         if each["text"].strip()
     ]
@@ -186,7 +202,10 @@ def _rows(path: str) -> list[dict[str, Any]]:
 
 
 def _candidates(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    found = row.get("candidates") or [{"text": row.get("completion"), "score": row.get("score")}]
+    said = row.get("completion")
+    if isinstance(said, list) and [each.get("role") for each in said] == ["assistant"]:
+        said = said[0].get("content")
+    found = row.get("candidates") or [{"text": said, "score": row.get("score")}]
     if any(not isinstance(each.get("text"), str) for each in found):
         raise UserError(f"{path}: a row has a completion that is no text", code="missing_value")
     return found
@@ -219,15 +238,18 @@ def _unscored(path: str, what: str) -> UserError:
     )
 
 
-def _column(row: Mapping[str, Any], name: str, path: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise UserError(
-            f"{path}: a row has no text in column {name}, which the filter takes; name another column",
-            code="missing_column",
-            column=name,
-        )
-    return value
+def _column(row: Mapping[str, Any], name: str, path: str) -> Text:
+    """What a column holds, in the form of the prompt; messages that repeat the prompt without it."""
+    prompt, value = row["prompt"], row.get(name)
+    if isinstance(value, str):
+        return as_completion(prompt, value)
+    if isinstance(value, list) and isinstance(prompt, list):
+        return value[len(prompt) :] if value[: len(prompt)] == prompt else value
+    raise UserError(
+        f"{path}: a row has no text in column {name}, which the filter takes; name another column",
+        code="missing_column",
+        column=name,
+    )
 
 
 def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
