@@ -80,6 +80,36 @@ def test_a_dry_run_plans_the_trainings_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_pipeline_is_resumed_from_any_directory(
+    train: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of its settings are meant from where it was started, until its folder is moved."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder, said in ((home, "mine"), (elsewhere, "other")):
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text(json.dumps({"prompt": "p", "completion": said}) + "\n")
+    stages = {"chosen": {"kind": "filter", "config": {"rows": "rows.jsonl", "to": "sft"}}}
+    (home / "steps.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    monkeypatch.chdir(home)
+    assert train("pipeline", "--config", "steps.yaml", "--output-dir", "run").exit_code == 0
+    address = _manifest(home / "run")["stages"]["chosen"]["address"]
+    monkeypatch.chdir(elsewhere)
+    for more, word in (((), "cached"), (("--dry-run",), "nothing is left to run")):
+        found = train("pipeline", "--resume", "../home/run", *more)
+        assert found.exit_code == 0 and word in found.output
+    assert Path.cwd() == elsewhere and _manifest(home / "run")["stages"]["chosen"]["address"] == address
+    (home / "run").rename(elsewhere / "run")
+    moved = train("pipeline", "--resume", "run")
+    assert moved.exit_code == 0 and "finished" in moved.output
+    assert _manifest(elsewhere / "run")["stages"]["chosen"]["address"] != address
+    monkeypatch.chdir(home)
+    assert "cached" in train("pipeline", "--resume", elsewhere / "run").output
+
+
+def _manifest(root: Path) -> dict[str, Any]:
+    return json.loads((root / "pipeline.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -27,12 +29,14 @@ from rlhf_algos.pipeline import (
 )
 from rlhf_algos.pipeline.results import HISTORY
 from rlhf_algos.pipeline.times import in_words, seconds_last_time
-from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
+from rlhf_data import RunFolder, UserError, apply_overrides, atomic_write_json, load_config_file
 from rlhf_train.display.console import make_console
 from rlhf_train.options import settings_source
 from rlhf_train.runs import ROOT, resumed_run
 
 _JOB = "pipeline"
+_STARTED = ".started.json"
+"""In the pipeline's folder: where that lay, and the working directory, when the pipeline was started."""
 _STYLES = {
     "rejected": "bold red",
     "promoted": "bold green",
@@ -46,8 +50,18 @@ _STAND_IN = "non_empty"
 
 def run_pipeline(options: dict[str, Any]) -> bool:
     """Plan or run; whether a gate has ended the pipeline."""
-    console = make_console()
     values, root = _values(options)
+    directory = _started_in(root) if options["config"] is None else None
+    if directory is None:
+        return _plan_or_run(options, values, root)
+    root = root.absolute()
+    with contextlib.chdir(directory):
+        return _plan_or_run(options, values, root)
+
+
+def _plan_or_run(options: dict[str, Any], values: dict[str, Any], root: Path) -> bool:
+    """Plan or run in the directory that the settings' paths are meant from."""
+    console = make_console()
     resumed = options["config"] is None
     source = str(root / "config.json") if resumed else settings_source("", options, {})
     config = PipelineConfig.from_dict(values, where=source)
@@ -66,6 +80,8 @@ def run_pipeline(options: dict[str, Any]) -> bool:
     pipeline.check()
     _open(root)
     RunFolder(root).write_config({"job": _JOB, **config.to_dict()})
+    if not resumed:
+        atomic_write_json(root / _STARTED, {"directory": os.getcwd(), "folder": str(root.absolute())})
     try:
         pipeline.run(selection)
     except KeyboardInterrupt as stop:
@@ -101,6 +117,20 @@ def _values(options: dict[str, Any]) -> tuple[dict[str, Any], Path]:
     values = apply_overrides({k: v for k, v in values.items() if k != "job"}, options["overrides"])
     default = Path(ROOT) / f"{_JOB}-{Path(options['config']).stem}"
     return values, Path(options["output_dir"] or default)
+
+
+def _started_in(root: Path) -> Path | None:
+    """The directory in which a pipeline was started, which its relative paths are meant from.
+
+    None where that is gone or not known, or the pipeline's folder was moved or copied since: then they are
+    meant from the working directory.
+    """
+    try:
+        known = json.loads((root / _STARTED).read_text(encoding="utf-8"))
+        directory, folder = Path(known["directory"]), Path(known["folder"])
+        return directory if directory.is_dir() and folder.samefile(root) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _open(root: Path) -> None:
