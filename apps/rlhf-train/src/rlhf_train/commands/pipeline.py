@@ -30,6 +30,7 @@ from rlhf_algos.pipeline import (
 from rlhf_algos.pipeline.results import HISTORY
 from rlhf_algos.pipeline.times import in_words, seconds_last_time
 from rlhf_data import RunFolder, UserError, apply_overrides, atomic_write_json, load_config_file
+from rlhf_train.commands.pipeline_inputs import check_stage
 from rlhf_train.display.console import make_console
 from rlhf_train.options import settings_source
 from rlhf_train.runs import ROOT, resumed_run
@@ -172,6 +173,7 @@ def _dry_run(pipeline: Pipeline, selection: Selection, console: Any, price: floa
         for stage, state, _ in plan:
             row = _Row(stage, state if stage.name in selected else f"{state}, not selected")
             if state not in ("done", "skipped") and stage.name in selected:
+                check_stage(stage)
                 row.memory, row.seconds = _plan_stage(stage, stand_ins)
                 last = seconds_last_time(history, stage.name)
                 row.seconds = row.seconds if last is None else last
