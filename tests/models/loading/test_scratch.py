@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from raises import raises_error
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import ModelConfig, RewardModel, build_model, build_tokenizer, load_model_config, token_logps
-from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
+from rlhf_models.loading.pretrained import load_causal_lm, save_model
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = ("model_config.yaml", "model_config_llama.yaml")

@@ -74,7 +74,6 @@ from rlhf_models.loading.pretrained import check_language_model as check_languag
 from rlhf_models.loading.pretrained import check_weights as check_weights
 from rlhf_models.loading.pretrained import load_causal_lm as load_causal_lm
 from rlhf_models.loading.pretrained import load_config as load_config
-from rlhf_models.loading.pretrained import load_tokenizer as load_tokenizer
 from rlhf_models.loading.pretrained import save_model as save_model
 from rlhf_models.loading.quantization import quantization_config as quantization_config
 from rlhf_models.loading.saving import as_stored as as_stored
@@ -99,6 +98,7 @@ from rlhf_models.loading.text_classifiers import load_text_classifier as load_te
 from rlhf_models.loading.tiny import build_tiny_llama as build_tiny_llama
 from rlhf_models.loading.tiny import tiny_model as tiny_model
 from rlhf_models.loading.tiny import train_byte_tokenizer as train_byte_tokenizer
+from rlhf_models.loading.tokenizers import load_tokenizer as load_tokenizer
 from rlhf_models.memory import activation_bytes as activation_bytes
 from rlhf_models.memory import cache_bytes as cache_bytes
 from rlhf_models.memory import format_bytes as format_bytes

@@ -20,7 +20,8 @@ from rlhf_models.language_model.head import TokenLogps
 from rlhf_models.language_model.logps import token_logps
 from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.fits import check_tokenizer_fits
-from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
+from rlhf_models.loading.pretrained import load_causal_lm, save_model
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 
 class PolicyModel(nn.Module):

@@ -21,10 +21,10 @@ from rlhf_models.loading.pretrained import (
     check_weights,
     load_causal_lm,
     load_config,
-    load_tokenizer,
 )
 from rlhf_models.loading.shards import stand_ins
 from rlhf_models.loading.sources import check_undamaged
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:  # see `is_adapted`
     from peft import LoraConfig, PeftModel

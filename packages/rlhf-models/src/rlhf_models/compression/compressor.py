@@ -22,7 +22,8 @@ from rlhf_models.language_model.encoding import encode_completion
 from rlhf_models.language_model.head import causal_lm
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits, context_length
-from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
+from rlhf_models.loading.pretrained import load_causal_lm, save_model
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 _SETTINGS_FILE = "compressor.json"
 _WINDOW = 2048

@@ -30,7 +30,7 @@ from rlhf_models.adapters.files import (
     save_adapter,
 )
 from rlhf_models.adapters.lora import SCALAR_HEADS
-from rlhf_models.loading.pretrained import load_config, load_model, load_tokenizer, save_model
+from rlhf_models.loading.pretrained import load_config, load_model, save_model
 from rlhf_models.loading.quantization import quantization_config
 from rlhf_models.loading.shards import (
     fill_deferred,
@@ -40,6 +40,7 @@ from rlhf_models.loading.shards import (
     share_deferred,
     whole_value,
 )
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 HEAD_FILE = "score_head.safetensors"
 Head = Literal["linear", "mlp"]

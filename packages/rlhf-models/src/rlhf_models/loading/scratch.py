@@ -15,8 +15,8 @@ from transformers.activations import ACT2FN
 from rlhf_data import BaseConfig, UserError, load_config_file
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.loading.fits import check_tokenizer_fits
-from rlhf_models.loading.pretrained import load_tokenizer
 from rlhf_models.loading.tiny import MIN_VOCAB_SIZE, random_model, train_byte_tokenizer
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 DEFAULT_VOCAB_SIZE = 4096
 _ALIASES = {

@@ -15,6 +15,12 @@ from rlhf_data import CHECKSUMS_FILE, UserError, find_damage, has_checksums
 
 INDEX_FILE = "model.safetensors.index.json"
 """Of a model in several files: which tensor is in which."""
+WEIGHT_FILES = (
+    "model.safetensors",
+    INDEX_FILE,
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _LOG = logging.getLogger(__name__)
 _READ_UP_TO = 1 << 30
 """Bytes that are read within a second or two."""
@@ -32,6 +38,48 @@ def check_not_a_missing_path(name_or_path: str | Path) -> None:
             code="model_not_found",
             name=name,
         )
+
+
+def checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
+    """Name of the source for messages, after checking what can be checked without reading it."""
+    name, path = str(name_or_path), Path(name_or_path)
+    if path.is_dir():
+        if "config" in needs and not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds an adapter without its model; merge both with peft "
+                    "(AutoPeftModelForCausalLM, merge_and_unload) and give the folder they are saved in",
+                    code="adapter_without_model",
+                )
+            if (path / "ensemble_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds an ensemble of reward models, not a single model; name "
+                    "a single model",
+                    code="is_an_ensemble",
+                )
+            raise UserError(
+                f"model folder {name} has no config.json; expected a saved transformers model",
+                code="no_config",
+            )
+        if "weights" in needs and not any((path / file).is_file() for file in WEIGHT_FILES):
+            if (path / "adapter_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds adapters of a reward model, not of a language model, and "
+                    "cannot be trained further; name the model that they were trained on",
+                    code="is_a_reward_adapter",
+                )
+            raise UserError(
+                f"model folder {name} has no weights; expected model.safetensors beside config.json",
+                code="no_weights",
+            )
+        return f"model folder {name}"
+    if path.exists():
+        raise UserError(
+            f"model {name} is a file; expected a folder with config.json and model.safetensors",
+            code="not_a_folder",
+        )
+    check_not_a_missing_path(name)
+    return f"model {name!r}"
 
 
 def check_undamaged(folder: str | Path, *patterns: str, read_up_to: float = math.inf) -> None:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import UserError
-from rlhf_models.loading.pretrained import check_weights, load_config, load_tokenizer, read_model
+from rlhf_models.loading.pretrained import check_weights, load_config, read_model
+from rlhf_models.loading.tokenizers import load_tokenizer
 
 
 def label_places(name_or_path: str | Path, labels: Sequence[str]) -> list[int]:
