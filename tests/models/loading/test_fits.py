@@ -8,7 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
-from rlhf_models import check_files, check_prompt_fits, context_length, encode_prompt, tiny_model, token_logps
+from rlhf_models import (
+    check_files,
+    check_prompt_fits,
+    context_length,
+    encode_prompt,
+    load_causal_lm,
+    tiny_model,
+    token_logps,
+)
 from rlhf_models.loading.fits import check_tokenizer_fits
 
 
@@ -64,3 +72,19 @@ def test_files_that_make_no_whole_language_model_are_refused(code, tiny_model_fo
     else:
         with raises_error(code):
             check_files(tmp_path)
+
+
+@pytest.mark.parametrize("load", [check_files, load_causal_lm])
+@pytest.mark.parametrize(
+    "changed", [["model.layers.0.mlp.up_proj.weight"], ["model.norm.weight", "model.embed_tokens.weight"]]
+)
+def test_the_first_tensor_of_another_shape_is_named(load, changed, tiny_model_folder):
+    path = tiny_model_folder / "model.safetensors"
+    tensors = load_file(path)
+    name = min(changed)
+    shape = list(tensors[name].shape)
+    tensors |= {each: tensors[each][:-1].clone() for each in changed}
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = [shape[0] - 1, *shape[1:]]
+    with raises_error("unreadable_weights", tensor=name, stored=found, expected=shape):
+        load(tiny_model_folder)

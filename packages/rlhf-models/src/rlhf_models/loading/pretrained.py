@@ -23,6 +23,7 @@ from rlhf_data import UserError, atomic_folder
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.checkpointing import recompute_layers
+from rlhf_models.loading.contents import wrong_shape
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config
 from rlhf_models.loading.reading import cached_first, first_line, pass_on, quiet_transformers
 from rlhf_models.loading.saving import save_weights
@@ -113,6 +114,8 @@ def read_model(
         model, info = cached_first(load, name_or_path, output_loading_info=True, **options)
     except Exception as error:
         pass_on(error)
+        if "ignore_mismatched_sizes" in str(error):
+            raise wrong_shape(auto_class, name_or_path, where, options["config"]) from error
         raise UserError(
             f"{where} cannot be loaded: {first_line(error)}", code="unreadable_weights"
         ) from error
