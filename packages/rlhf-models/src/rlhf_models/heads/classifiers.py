@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -30,6 +30,7 @@ from rlhf_models.adapters.files import (
     save_adapter,
 )
 from rlhf_models.adapters.lora import SCALAR_HEADS
+from rlhf_models.loading.contents import read_numbers
 from rlhf_models.loading.pretrained import load_config, load_model, save_model
 from rlhf_models.loading.quantization import quantization_config
 from rlhf_models.loading.shards import (
@@ -391,7 +392,7 @@ def _new_head(model: Any, kind: Head) -> None:
 def _read_head(head: nn.Module, name_or_path: str | Path) -> None:
     """Read a two-layer head from a folder or the hub."""
     try:
-        head.load_state_dict(load_file(str(cached_file(str(name_or_path), HEAD_FILE))))
+        head.load_state_dict(read_numbers(cached_file(str(name_or_path), HEAD_FILE), f"model {name_or_path}"))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model {name_or_path} has no {HEAD_FILE} that can be read and fits its trunk: {error}",

@@ -1,12 +1,28 @@
-"""What a model's files hold, against what the model needs."""
+"""What a model's safetensors files hold, against what the model needs: shapes and types."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
 from rlhf_data import UserError
-from rlhf_models.loading.reading import cached_first
+from rlhf_models.loading.reading import cached_first, quiet_transformers
+from rlhf_models.loading.sources import weight_files
+
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+"""Types of stored weights that are numbers as they are; of others they need scales."""
+_DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
+"""What is raised by files that are none; the load that follows says it better."""
 
 
 def wrong_shape(auto_class: Any, name_or_path: str | Path, where: str, config: Any) -> UserError:
@@ -33,3 +49,93 @@ def wrong_shape(auto_class: Any, name_or_path: str | Path, where: str, config: A
         stored=stored,
         expected=own,
     )
+
+
+def check_types(auto_class: Any, name_or_path: str | Path, where: str, config: PreTrainedConfig) -> None:
+    """Refuse weights stored as integers or in 8 bits whose config does not say how they are quantised.
+
+    transformers takes them as numbers. Buffers, such as positions, may be integers, and so may be what the
+    model has no use for. Headers of safetensors files are read, of a folder or in the local cache.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    kinds, shapes = _other_types(name_or_path)
+    if not kinds:
+        return
+    for name in _parameters_among(auto_class, config, shapes)[:1]:
+        found = [kind for key, kind in kinds.items() if key.endswith(name) or name.endswith(key)]
+        raise _quantised_without_config(where, name, (found or list(kinds.values()))[0])
+
+
+def read_numbers(path: str | None, where: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, unless one is of integers or of 8 bits, which need scales."""
+    tensors = load_file(str(path))
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise _quantised_without_config(where, name, str(tensor.dtype).removeprefix("torch."))
+    return tensors
+
+
+def _quantised_without_config(where: str, tensor: str, dtype: str) -> UserError:
+    return UserError(
+        f"{where} cannot be loaded: its tensor {tensor} is stored as {dtype}, and its config.json has no "
+        "quantization_config that says what numbers these stand for; save the weights in floating point, or "
+        "restore the config.json that belongs to them",
+        code="quantised_without_config",
+        tensor=tensor,
+        dtype=dtype,
+    )
+
+
+def _other_types(name_or_path: str | Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """Types and shapes, by name, of the stored tensors that are not plain numbers."""
+    kinds: dict[str, str] = {}
+    shapes: dict[str, list[int]] = {}
+    try:
+        for path in weight_files(_folder(name_or_path)):
+            with safe_open(path, framework="np") as file:
+                for key in sorted(file.keys()):
+                    part = file.get_slice(key)
+                    if part.get_dtype() not in _NUMBERS:
+                        kinds[key], shapes[key] = part.get_dtype(), part.get_shape()
+    except _DAMAGED:
+        return {}, {}
+    return kinds, shapes
+
+
+def _folder(name_or_path: str | Path) -> Path:
+    """A model's folder, for a name on the hub that in the local cache."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    try:
+        cached = try_to_load_from_cache(str(name_or_path), "config.json")
+    except HFValidationError:
+        cached = None
+    return Path(cached).parent if isinstance(cached, str) else Path(name_or_path)
+
+
+def _parameters_among(
+    auto_class: Any, config: PreTrainedConfig, shapes: Mapping[str, list[int]]
+) -> list[str]:
+    """Names of the floating-point parameters that these stored tensors are read into, in the model's order.
+
+    transformers finds them, by all the names that a model's files may have; nothing is read.
+    """
+    config = copy.deepcopy(config)
+    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    with torch.device("meta"):
+        made = auto_class.from_config(config)
+    try:
+        with quiet_transformers(bars=False):
+            model, info = type(made).from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except RuntimeError:  # parts of a tensor, as of experts, without the other parts
+        return sorted(shapes)[:1]
+    floating = [name for name, each in model.named_parameters() if each.is_floating_point()]
+    return [name for name in floating if name not in info["missing_keys"]]

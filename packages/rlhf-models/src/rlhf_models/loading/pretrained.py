@@ -23,7 +23,7 @@ from rlhf_data import UserError, atomic_folder
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.checkpointing import recompute_layers
-from rlhf_models.loading.contents import wrong_shape
+from rlhf_models.loading.contents import check_types, wrong_shape
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config
 from rlhf_models.loading.reading import cached_first, first_line, pass_on, quiet_transformers
 from rlhf_models.loading.saving import save_weights
@@ -112,6 +112,7 @@ def read_model(
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
         model, info = cached_first(load, name_or_path, output_loading_info=True, **options)
+        check_types(auto_class, name_or_path, where, options["config"])
     except Exception as error:
         pass_on(error)
         if "ignore_mismatched_sizes" in str(error):

@@ -118,7 +118,7 @@ def check_whole(folder: str | Path) -> None:
         return
     check_undamaged(folder, "*.safetensors", read_up_to=_READ_UP_TO)
     try:
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             with safe_open(path, framework="np"):
                 pass
     except (
@@ -148,7 +148,7 @@ def _base_of(folder: Path) -> Path | None:
     return None if base.resolve() == folder.resolve() else base
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that are read when a folder's model is loaded."""
     single, index = folder / "model.safetensors", folder / INDEX_FILE
     if single.is_file() or not index.is_file():
