@@ -1,4 +1,4 @@
-"""Weights in types that are no numbers without scales, and integers that are none of weights."""
+"""Weights that are not numbers: of types that need scales, or not finite."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from raises import raises_error
-from rlhf_models import RewardModel, check_files, load_causal_lm, tiny_model
+from rlhf_models import RewardModel, apply_lora, check_files, load_causal_lm, save_adapter, tiny_model
+from rlhf_models.adapters.files import load_adapter
+from rlhf_models.loading import contents
 
 Tensors = dict[str, Tensor]
 _NAME = "model.layers.1.self_attn.k_proj.weight"
@@ -75,3 +77,28 @@ def test_integers_that_are_no_weights_are_accepted(tmp_path: Path) -> None:
     )
     check_files(tmp_path)
     assert load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_another_engine_reads_them(
+    value: float, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model_folder / "model.safetensors"
+    buffers = {"model.layers.0.self_attn.mask": torch.full((2, 2), -torch.inf)}
+    _change(path, lambda own: own | buffers)
+    check_files(tiny_model_folder)
+    _change(path, lambda own: own | {_NAME: own[_NAME] * value})
+    with raises_error("not_finite", tensor=_NAME):
+        check_files(tiny_model_folder)
+    monkeypatch.setattr(contents, "READ_UP_TO", path.stat().st_size - 1)  # reading them takes long
+    check_files(tiny_model_folder)
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    save_adapter(apply_lora(tiny_model("llama")), adapter)
+    assert load_adapter(tiny_model("llama"), adapter)
+    name = min(load_file(adapter / "adapter_model.safetensors"))
+    _change(adapter / "adapter_model.safetensors", lambda own: own | {name: own[name] / 0})
+    with raises_error("not_finite", tensor=name):
+        load_adapter(tiny_model("llama"), adapter)

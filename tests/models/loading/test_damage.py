@@ -66,7 +66,7 @@ def test_damage_shows_without_loading(tiny_model_folder, tmp_path, monkeypatch):
     with raises_error("damaged_model"):
         check_weights(tiny_model_folder)
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "_READ_UP_TO", 1000)
+        patch.setattr(sources, "READ_UP_TO", 1000)
         check_whole(tiny_model_folder)  # large files are not read
         weights.write_bytes(whole[:-1])
         with raises_error("damaged_model"):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError, atomic_folder, atomic_write_json
+from rlhf_models.loading.contents import check_finite
 from rlhf_models.loading.fits import check_tokenizer_fits
 from rlhf_models.loading.pretrained import (
     check_weights,
@@ -263,10 +264,16 @@ def _moved_with(folder: Path) -> list[Path]:
 
 
 def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a saved adapter by name."""
+    """The tensors of a saved adapter by name.
+
+    Raises:
+        UserError: the file is missing, damaged or unreadable, or one of them is not finite.
+    """
     check_undamaged(folder, ADAPTER_WEIGHTS)
     with _weights_file(folder) as path:
-        return load_file(path)
+        tensors = load_file(path)
+    check_finite(tensors.items(), f"adapter folder {folder}")
+    return tensors
 
 
 def adapter_shapes(folder: str | Path) -> dict[str, list[int]]:

@@ -1,9 +1,9 @@
-"""What a model's safetensors files hold, against what the model needs: shapes and types."""
+"""What a model's safetensors files hold, against what the model needs: shapes, types, finite numbers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError
 from rlhf_models.loading.reading import cached_first, quiet_transformers
-from rlhf_models.loading.sources import weight_files
+from rlhf_models.loading.sources import READ_UP_TO, weight_files
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that are numbers as they are; of others they need scales."""
@@ -87,6 +87,32 @@ def _quantised_without_config(where: str, tensor: str, dtype: str) -> UserError:
     )
 
 
+def check_finite_files(folder: str | Path, model: PreTrainedModel) -> None:
+    """Refuse weights of a model that are not finite, where a folder's files have up to 1 GiB together."""
+    files = weight_files(Path(folder))
+    if sum(path.stat().st_size for path in files) > READ_UP_TO:
+        return
+    own = {name for name, _ in model.named_parameters()}
+    prefix = model.base_model_prefix
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            keys = [key for key in sorted(file.keys()) if {key, *_tails(key), f"{prefix}.{key}"} & own]
+            check_finite(((key, file.get_tensor(key)) for key in keys), f"model folder {folder}")
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Refuse tensors that hold NaN or infinity; each is read only when its turn comes."""
+    for name, tensor in tensors:
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no such test of 8 bits
+        if values.is_floating_point() and not values.isfinite().all():
+            raise UserError(
+                f"{where} is damaged: its tensor {name} has values that are not finite; restore it, or train "
+                "it again",
+                code="not_finite",
+                tensor=name,
+            )
+
+
 def _other_types(name_or_path: str | Path) -> tuple[dict[str, str], dict[str, list[int]]]:
     """Types and shapes, by name, of the stored tensors that are not plain numbers."""
     kinds: dict[str, str] = {}
@@ -139,3 +165,10 @@ def _parameters_among(
         return sorted(shapes)[:1]
     floating = [name for name, each in model.named_parameters() if each.is_floating_point()]
     return [name for name in floating if name not in info["missing_keys"]]
+
+
+def _tails(key: str) -> Iterator[str]:
+    """A name without its first part, without its first two, and so on."""
+    while "." in key:
+        key = key.partition(".")[2]
+        yield key

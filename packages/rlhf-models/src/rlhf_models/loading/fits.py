@@ -14,24 +14,27 @@ from transformers import (
 
 from rlhf_data import UserError
 from rlhf_models.attention.rotary import stable_length
+from rlhf_models.loading.contents import check_finite_files
 from rlhf_models.loading.pretrained import check_language_model, load_config, read_model
 
 
 def check_files(name_or_path: str | Path) -> None:
     """Refuse a folder that lacks parts of a language model, which another program that loads it may not see.
 
-    Nothing is loaded. Of names on the hub, of quantised files and of architectures that transformers does not
-    know as language models only the config is read.
+    Nothing is loaded; weights of up to 1 GiB are read, to see that they are finite. Of names on the hub, of
+    quantised files and of architectures that transformers does not know as language models only the config is
+    read.
 
     Raises:
         UserError: the config or weights cannot be read, are of a reward model, lack a tensor, or have one of
-            another shape.
+            another shape, of integers, or with values that are not finite.
     """
     check_language_model(name_or_path)
     config = load_config(name_or_path)
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "quantization_config")
     if known and Path(name_or_path).is_dir():
-        read_model(AutoModelForCausalLM, name_or_path, device="meta")
+        model = read_model(AutoModelForCausalLM, name_or_path, device="meta")
+        check_finite_files(name_or_path, model)
 
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:

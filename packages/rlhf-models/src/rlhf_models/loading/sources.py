@@ -22,7 +22,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _LOG = logging.getLogger(__name__)
-_READ_UP_TO = 1 << 30
+READ_UP_TO = 1 << 30
 """Bytes that are read within a second or two."""
 _TIMEOUT_S = 10.0
 _HUB_STATES = {401: "is not there, or is private", 403: "is gated or private", 404: "is not there"}
@@ -116,7 +116,7 @@ def check_whole(folder: str | Path) -> None:
     folder = Path(folder)
     if int(os.environ.get("RANK", "0")) or not folder.is_dir():
         return
-    check_undamaged(folder, "*.safetensors", read_up_to=_READ_UP_TO)
+    check_undamaged(folder, "*.safetensors", read_up_to=READ_UP_TO)
     try:
         for path in weight_files(folder):
             with safe_open(path, framework="np"):
