@@ -218,7 +218,7 @@ class WorkerLosses:
                 worker=worker.number,
             )
         if outcome.never_up and not pool.ready:
-            raise no_workers_left(self._config, pool.kind)
+            raise no_workers_left(self._config, pool.kind, never_up=True)
         if how == "restart":
             pool.replace(worker.number)
 
@@ -252,14 +252,23 @@ class WorkerLosses:
             )
 
 
-def no_workers_left(config: DistributedConfig, kind: Kind) -> UserError:
-    """The error where every worker of a pool is lost, and none is to be replaced."""
+def no_workers_left(config: DistributedConfig, kind: Kind, *, never_up: bool = False) -> UserError:
+    """The error where every worker of a pool is lost, or never was there within `start_timeout`."""
     count = config.rollout_workers if kind == "rollout" else config.reward_workers
+    what, advice = f"all {count} {kind} workers are lost", "continue the run with --resume"
+    if never_up:
+        what = f"none of {count} {kind} workers was there within start_timeout, {config.start_timeout:g} s"
+        advice = (
+            "see Ray's logs on their machines, by default in /tmp/ray/session_latest/logs, and whether their "
+            "Python has these packages (distributed.runtime_env, py_executable), then " + advice
+        )
+    elif config.on_worker_loss != "restart":
+        advice += ", or set distributed.on_worker_loss to restart"
     return UserError(
-        f"all {count} {kind} workers are lost; continue the run with --resume, or set "
-        "distributed.on_worker_loss to restart",
+        f"{what}; {advice}",
         code="no_workers_left",
         workers=count,
+        never_up=never_up,
     )
 
 
