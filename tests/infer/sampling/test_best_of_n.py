@@ -240,6 +240,13 @@ def test_settings_that_do_not_go_together(
         sampler(engine, None)
 
 
+def test_one_candidate_needs_no_scorer(engine: TransformersEngine) -> None:
+    for selected in sampler(engine, None, n=1).sample(PROMPTS):
+        assert selected.ranking == (0,) and selected.best.score is None
+    with raises_error("missing_scorer"):
+        sampler(engine, None, n=1, adaptive=ConfidenceBasedStopping())
+
+
 def test_a_budget_goes_with_an_allocator_only(engine: TransformersEngine) -> None:
     for adaptive in (None, ConfidenceBasedStopping()):
         with raises_error("missing_allocator"):

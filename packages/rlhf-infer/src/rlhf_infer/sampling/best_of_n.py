@@ -30,7 +30,7 @@ class BestOfNSampler:
     Args:
         engine: samples.
         scorer: reward functions, or one, or several with weight 1 each; None leaves scores out, which goes
-            with a majority.
+            with a majority, and with n 1.
         tokenizer: the policy's tokenizer; it encodes prompts as training does, messages through its chat
             template, and decodes completions without special tokens.
         n: samples of a prompt; with a stopping rule the most of one (its `max_samples` does not count here),
@@ -180,10 +180,11 @@ def check_best_of_n(
             code="invalid_value",
             key="temperature",
         )
-    if scorer is None and (selection in ("best", "weighted") or adaptive is not None):
+    chosen_by_score = n > 1 and selection in ("best", "weighted")  # of one there is nothing to choose
+    if scorer is None and (chosen_by_score or adaptive is not None):
         raise UserError(
-            "there is no scorer to choose the best candidate; give one, or take selection majority and "
-            "draw a fixed number of samples",
+            "there is no scorer to choose the best candidate; give one, set n to 1, or take selection "
+            "majority and draw a fixed number of samples",
             code="missing_scorer",
         )
     if selection in VOTES and extract is None:
