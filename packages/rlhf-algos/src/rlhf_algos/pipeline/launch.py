@@ -1,4 +1,4 @@
-"""The processes of a stage: how they are launched, guarded and read."""
+"""A stage as it runs: how its processes are launched, guarded, tried again and read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,91 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline import child
 from rlhf_algos.pipeline.config import Stage
-from rlhf_algos.pipeline.kinds import KINDS
-from rlhf_data import UserError
+from rlhf_algos.pipeline.kinds import KINDS, SETTINGS
+from rlhf_algos.pipeline.measured import metrics_of
+from rlhf_algos.pipeline.results import ResultStore
+from rlhf_data import RunFolder, UserError, atomic_write_json
 
 _LOCK = "lock"
 LOG = "log.txt"
 """What a stage's processes printed."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+OnEvent = Callable[[str, str, str], Any]
+"""Told what happens: the event, the stage, and a few words."""
+Launch = Callable[[Stage, dict[str, Any], Path], int]
+"""Runs the process of a stage with these settings in its folder; its exit code."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage before it runs.
+
+    Attributes:
+        stage: The stage.
+        settings: Its settings with paths.
+        address: Of its result.
+        upstream: Addresses of what its references lead to, by reference.
+        judged: Of a gate that compares with what has the role, what it compares with.
+    """
+
+    stage: Stage
+    settings: dict[str, Any]
+    address: str
+    upstream: dict[str, str]
+    judged: dict[str, Any] | None = None
+
+
+def execute(
+    planned: Planned, store: ResultStore, launch: Launch, on_event: OnEvent, entry: dict[str, Any]
+) -> dict[str, Any]:
+    """Run a stage's process, as often as it may be tried again; its result.
+
+    Args:
+        planned: The stage.
+        store: The folder of the pipeline.
+        launch: Runs the process.
+        on_event: Told what happens.
+        entry: What the manifest says of the stage; a failure is added.
+    """
+    stage = planned.stage
+    folder = store.folder(stage.kind, planned.address)
+    wait_for_the_last(folder, lambda: on_event("waiting", stage.name, "its process still ends"))
+    if (aside := store.set_aside(folder, planned.address)) is not None:
+        on_event("changed", stage.name, f"runs again; kept as {aside}")
+    store.log("started", stage.name, address=planned.address)  # first, or the folder would be set aside
+    folder.mkdir(parents=True, exist_ok=True)
+    RunFolder.open(folder)
+    atomic_write_json(folder / SETTINGS, planned.settings)
+    began = time.monotonic()
+    on_event("started", stage.name, str(folder))
+    for attempt in range(stage.retries + 1):
+        finished = (done := KINDS[stage.kind].done) and (folder / done).exists()
+        code = 0 if finished else launch(stage, planned.settings, folder)
+        if code == 0:
+            break
+        store.log("failed", stage.name, address=planned.address, exit_code=code)
+        if attempt == stage.retries:
+            entry |= {"status": "failed", "exit_code": code}
+            raise UserError(
+                f"stage {stage.name} failed with exit code {code}: {last_line(folder / 'log.txt')} "
+                f"(its log is {folder / 'log.txt'}); correct that and give the same command again",
+                code="stage_failed",
+                stage=stage.name,
+                exit_code=code,
+            )
+    result = store.finish(stage.kind, planned.address, metrics_of(folder))
+    seconds = round(time.monotonic() - began, 2)
+    store.log("finished", stage.name, address=planned.address, seconds=seconds, metrics=result["metrics"])
+    on_event("finished", stage.name, f"{seconds:.1f} s")
+    return result
 
 
 def launch(stage: Stage, settings: dict[str, Any], folder: Path) -> int:

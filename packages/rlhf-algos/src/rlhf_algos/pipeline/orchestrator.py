@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.pipeline.config import PipelineConfig
-from rlhf_algos.pipeline.execution import OnEvent
+from rlhf_algos.pipeline.launch import OnEvent
 from rlhf_algos.pipeline.page import write_page
 from rlhf_algos.pipeline.results import HISTORY, Artefact
 from rlhf_algos.pipeline.runner import Pipeline

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.config import PipelineConfig, Selection, Stage
-from rlhf_algos.pipeline.execution import Launch, OnEvent, Planned, execute
 from rlhf_algos.pipeline.former import Asked, Former, former_of
 from rlhf_algos.pipeline.kinds import KINDS
-from rlhf_algos.pipeline.launch import launch
+from rlhf_algos.pipeline.launch import Launch, OnEvent, Planned, execute, launch
 from rlhf_algos.pipeline.measured import collapse_alarms
 from rlhf_algos.pipeline.references import Reference, named_files, references_in, replaced
 from rlhf_algos.pipeline.results import Artefact, Current, ResultStore
