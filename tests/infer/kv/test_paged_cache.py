@@ -68,6 +68,7 @@ def test_other_weights_find_nothing_of_the_old_ones() -> None:
     cache = PagedKVCache(8, 2)
     old = cache.start([])
     cache.append(old, [1, 2, 3], keys_and_values([], [1, 2, 3]))
+    swapped = cache.swap_out(cache.fork(old))
     cache.forget()
     cache.append(old, [4], keys_and_values([1, 2, 3], [4]))  # a full block [3, 4] after the old [1, 2]
     cache.free(old)
@@ -75,6 +76,8 @@ def test_other_weights_find_nothing_of_the_old_ones() -> None:
     assert cache.length(new) == 0
     cache.append(new, [1, 2], keys_and_values([], [1, 2]))
     assert cache.length(cache.start([1, 2, 3, 4])) == 2  # the new [1, 2], and not what follows the old one
+    with pytest.raises(ValueError, match="forgotten"):
+        cache.swap_in(swapped)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -130,6 +133,7 @@ class Operations(RuleBasedStateMachine):
     def begin(self) -> None:
         self.cache = PagedKVCache(12, 3)
         self.texts: dict[int, list[int]] = {}
+        self.swapped: list[Any] = []
 
     def _append(self, number: int, tokens: list[int]) -> None:
         text = self.texts[number]
@@ -174,6 +178,24 @@ class Operations(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.texts)))
         self.cache.free(number)
         del self.texts[number]
+
+    @precondition(lambda self: any(self.texts.values()))
+    @rule(data=st.data())
+    def swap_out(self, data: Any) -> None:
+        number = data.draw(st.sampled_from(sorted(n for n, text in self.texts.items() if text)))
+        self.swapped.append((self.cache.swap_out(number), self.texts.pop(number)))
+
+    @precondition(lambda self: self.swapped)
+    @rule()
+    def swap_in(self) -> None:
+        free = self.cache.free_blocks
+        swapped, text = self.swapped[0]
+        try:
+            self.texts[self.cache.swap_in(swapped)] = text
+        except OutOfBlocks:
+            assert self.cache.free_blocks == free
+        else:
+            del self.swapped[0]
 
     @invariant()
     def logits_are_those_of_what_lies_together(self) -> None:
@@ -233,7 +255,7 @@ def model(lively_model: Any) -> Any:
 
 
 def test_a_models_logits_are_those_of_the_contiguous_cache_bit_for_bit(model: Any) -> None:
-    """With a model's own layers, through a fork and a write into the shared block."""
+    """With a model's own layers, through a fork, a write into the shared block, and a stay in main memory."""
     config, generator = model.config, torch.Generator().manual_seed(3)
     shape = (config.num_key_value_heads, 21, config.head_dim)
     together = {
@@ -253,6 +275,7 @@ def test_a_models_logits_are_those_of_the_contiguous_cache_bit_for_bit(model: An
     child = cache.fork(parent)
     cache.append(child, list(range(10, 21)), part(10, 21))
     cache.append(parent, [99, 98], part(3, 5))
+    child = cache.swap_in(cache.swap_out(child))
     for number, contiguous in ((child, part(0, 21)), (parent, None)):
         expected = contiguous or {
             layer: (torch.cat([key[:, :10], key[:, 3:5]], 1), torch.cat([value[:, :10], value[:, 3:5]], 1))

@@ -34,6 +34,7 @@ from rlhf_infer.kv.block_manager import BlockManager as BlockManager
 from rlhf_infer.kv.block_manager import BlockStats as BlockStats
 from rlhf_infer.kv.block_manager import OutOfBlocks as OutOfBlocks
 from rlhf_infer.kv.paged_cache import PagedKVCache as PagedKVCache
+from rlhf_infer.kv.paged_cache import Swapped as Swapped
 from rlhf_infer.rewards import ConstitutionalRewardWrapper as ConstitutionalRewardWrapper
 from rlhf_infer.rewards import Measured as Measured
 from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhf_infer.kv.block_manager import BlockManager
+from rlhf_infer.kv.block_manager import BlockManager, OutOfBlocks
 
 KeysAndValues = Mapping[int, tuple[Tensor, Tensor]]
 """By layer the keys and values (H_kv, L, D) of L tokens."""
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A sequence that waits in main memory.
+
+    Args:
+        tokens: those of the sequence.
+        layers: their keys and values, in main memory.
+        root: where chains of hashes began when it was moved; `BlockManager.forget` changes that.
+    """
+
+    tokens: list[int]
+    layers: KeysAndValues
+    root: bytes
 
 
 class PagedKVCache(BlockManager):
@@ -90,6 +106,39 @@ class PagedKVCache(BlockManager):
         for whole, to in zip(pair, (key, value), strict=True):
             _copy_blocks(whole, table, to[:, :length])
         return key, value
+
+    def swap_out(self, number: int) -> Swapped:
+        """Move a sequence of at least one token to main memory, and free its blocks."""
+        layers = {}
+        for layer in self._layers:
+            key, value = self.gather(number, layer)
+            layers[layer] = key.cpu(), value.cpu()
+        swapped = Swapped(self.tokens(number), layers, self._root)
+        self.free(number)
+        return swapped
+
+    def swap_in(self, swapped: Swapped) -> int:
+        """Bring a sequence back; its new number. Blocks that are still known are not copied.
+
+        Raises:
+            OutOfBlocks: too few are free; the sequence stays where it is.
+            ValueError: `forget` was called since: keys and values are of other weights.
+        """
+        if swapped.root != self._root:
+            raise ValueError("the sequence was moved out before its keys and values were forgotten")
+        number = self.start(swapped.tokens)
+        held = self.length(number)
+        rest = {
+            layer: (key[:, held:].to(device), value[:, held:].to(device))
+            for layer, (key, value) in swapped.layers.items()
+            for device in [self._layers[layer][0].device]
+        }
+        try:
+            self.append(number, swapped.tokens[held:], rest)
+        except OutOfBlocks:
+            self.free(number)
+            raise
+        return number
 
     def _with_room(self, layer: int, blocks: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The tensors (H_kv, N, block_size, D) of a layer, N >= `blocks`; they grow by doubling."""
