@@ -81,7 +81,7 @@ def test_logs_of_harnesses_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     Path("log.json").write_text(json.dumps({"eval": {"model": "m"}, "samples": samples}))
     sources = ["samples", "harness.jsonl", "other=log.json", "--select", "disagree"]
-    run = CliRunner().invoke(main, [*sources, "--out-dir", "shown"])
+    run = CliRunner().invoke(main, [*sources, "--output-dir", "shown"])
     assert run.exit_code == 0, run.output
     shown = [json.loads(line) for line in Path("shown/samples.jsonl").read_text().splitlines()]
     assert len(shown) == 8

@@ -37,7 +37,9 @@ _FORMATS = ("md", "jsonl", "csv", "html")
     help="Files to write, separated by commas: md, jsonl, csv, html.",
 )
 @click.option(
+    "--output-dir",
     "--out-dir",
+    "out_dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("samples"),
     show_default=True,
@@ -73,7 +75,7 @@ def command(
     paths = {name: out_dir / f"samples.{name}" for name in wanted}
     if not overwrite and (there := [str(path) for path in paths.values() if path.exists()]):
         raise UserError(
-            f"{', '.join(there)} exists; choose another --out-dir, or give --overwrite", code="file_exists"
+            f"{', '.join(there)} exists; choose another --output-dir, or give --overwrite", code="file_exists"
         )
     models = {}
     for source in sources:
