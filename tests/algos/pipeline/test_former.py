@@ -67,6 +67,46 @@ def test_a_later_run_is_judged_against_what_has_the_role(run: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("before", [None, "canary"])
+def test_a_gate_that_begins_to_give_a_role_judges_anew(run: Any, tmp_path: Path, before: str | None) -> None:
+    """Its verdict was against the start, or what had another role; now a better model has this one."""
+    shares = {"start": 0.1, "good": 0.9, "half": 0.5}
+    reports = {name: report(tmp_path / name, sums=right(share)) for name, share in shares.items()}
+    config = {name: stages(shares[name], reports[name], reports["start"]) for name in reports}
+    half = config["half"]
+    named = {"kind": "gate", **half["gate"]}
+    quiet = {"made": half["made"], "look": named | {"promotes": before}}
+    loud = {"made": half["made"], "look": named}
+    run(quiet)
+    good = run(config["good"])
+    later = run(loud)
+    assert events(later) == ["rejected"] and later.store.held["policy"] == good.store.held["policy"]
+    assert started(run(loud)) == []
+
+
+@pytest.mark.slow
+def test_a_role_with_another_name_is_given(run: Any, tmp_path: Path) -> None:
+    reports = {name: report(tmp_path / name, sums=right(share)) for name, share in (("a", 0.1), ("b", 0.5))}
+    config = stages(0.5, reports["b"], reports["a"])
+    assert events(run(config)) == ["promoted"]
+    renamed = run(config | {"gate": config["gate"] | {"promotes": "best"}})
+    assert events(renamed) == ["promoted"]
+    assert renamed.store.held["best"].artefact == renamed.store.held["policy"].artefact
+
+
+@pytest.mark.slow
+def test_a_report_that_was_overwritten_is_not_the_holders(run: Any, tmp_path: Path) -> None:
+    start, now = report(tmp_path / "start", sums=right(0.1)), report(tmp_path / "now", sums=right(0.9))
+    assert events(run(stages(0.9, now, start))) == ["promoted"]
+    shutil.rmtree(now)
+    report(tmp_path / "now", sums=right(0.5))
+    later = run(stages(0.5, now, start))
+    assert previous(later) == [start]
+    settings = later.root / later.store.entries["gate"]["folder"] / "settings.json"
+    assert "has changed" in json.loads(settings.read_text())["note"]
+
+
+@pytest.mark.slow
 def test_rounds_with_nothing_changed_are_not_judged_again(run: Any, tmp_path: Path) -> None:
     """The first two compared with less than what has the role in the end."""
     start = report(tmp_path / "start", sums=right(0.1))

@@ -15,6 +15,8 @@ from rlhf_eval.capability import SUITES
 
 _FILES = ("input", "prompts", "rows", "pairs", "measured", "start", "baseline", "file")
 """Settings that name files or folders of rows and reports; `file` of capability as NAME=FILE."""
+_REPORTS = ("measured", "start", "baseline")
+"""Of these, what is never on the hub."""
 _MODELS = ("model", "base", "models", "reference", "candidate", "reward_model", "held_out_reward", "reward")
 """Settings that name models, some of them as a reward, which may also be a rule."""
 _SUFFIXES = (".csv", ".gz", ".json", ".jsonl", ".parquet", ".tsv", ".txt", ".zst")
@@ -30,7 +32,7 @@ def check_stage(stage: Stage) -> None:
     for key in _FILES:
         for name in _plain(stage.config.get(key)):
             path = name.partition("=")[2] if key == "file" else name
-            if path and _is_missing(path, files=True):
+            if path and _is_missing(path, files=True, on_hub=key not in _REPORTS):
                 raise UserError(
                     f"stages.{stage.name}.config.{key}: {path} does not exist; check the path",
                     code="file_not_found",
@@ -82,10 +84,10 @@ def _plain(value: Any) -> Iterator[str]:
             yield text
 
 
-def _is_missing(name: str, *, files: bool = False) -> bool:
+def _is_missing(name: str, *, files: bool = False, on_hub: bool = True) -> bool:
     """Whether a name is that of a file or folder, rather than of something on the hub, and is not there."""
     if not name or os.path.exists(os.path.expanduser(name)):
         return False
     if name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1:
         return True
-    return files and ("/" not in name or Path(name).suffix in _SUFFIXES)
+    return files and (not on_hub or "/" not in name or Path(name).suffix in _SUFFIXES)

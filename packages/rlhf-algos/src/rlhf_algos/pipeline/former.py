@@ -80,7 +80,7 @@ def former_of(store: ResultStore, asked: Asked, by_stages: Former) -> Former:
         by_stages: What has the role by the stages above the gate, as if the pipeline ran for the first time.
     """
     known = store.judged.get(asked.gate)
-    if known is not None and known["of"] == asked.of:
+    if known is not None and known["of"] == asked.of and known.get("role", asked.role) == asked.role:
         last = Former.from_dict(known) if "measured" in known else by_stages
         if last.measured == _as_it_is(store, last.measured):
             return last
@@ -91,6 +91,8 @@ def former_of(store: ResultStore, asked: Asked, by_stages: Former) -> Former:
     if measured == by_stages.measured:
         return by_stages
     problem = _not_comparable(store, asked.measured, measured)
+    if measured != holder.measured:
+        problem = problem or "its report has changed since"
     if problem is None:
         return Former(measured)
     return Former(

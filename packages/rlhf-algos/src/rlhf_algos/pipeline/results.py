@@ -152,15 +152,16 @@ class ResultStore:
         return self._start | {role: holders[-1] for role, holders in self.holders.items() if holders}
 
     def promote(self, role: str, current: Current, address: str) -> bool:
-        """Give a role to a stage's model, unless that was the stage's last promotion; whether the role moves.
+        """Give a role to a stage's model, unless that was its last promotion; whether the role moves.
 
         `address` is that of the stage's result, which says why.
         """
         assert current.stage is not None
         why = json_hash([current.artefact.address, address])
-        if self.promotions.get(current.stage, {}).get("of") == why:
+        last = self.promotions.get(current.stage, {})
+        if last.get("of") == why and last.get("role", role) == role:
             return False
-        self.promotions[current.stage] = {"of": why, "artefact": current.artefact.address}
+        self.promotions[current.stage] = {"of": why, "artefact": current.artefact.address, "role": role}
         holders = self.holders.setdefault(role, [])
         if holders and _same_promotion(holders[-1], current):  # accepted again, by newer evaluations
             holders[-1] = current

@@ -328,7 +328,7 @@ class Pipeline:
             of=f"{address_of(Former(measured))} {stage.on_inconclusive}",
         )
         former = former_of(self.store, asked, Former(measured))
-        return {"of": asked.of, **former.to_dict()}, former
+        return {"of": asked.of, "role": role, **former.to_dict()}, former
 
     def _artefacts(self, value: Any) -> tuple[Artefact, ...]:
         """What a setting, one text or several, leads to: results, or paths from outside."""
