@@ -9,7 +9,7 @@ from rlhf_algos.configs.offline import DPOConfig
 from rlhf_algos.engine.language_model import ReferenceTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import dpo_loss
-from rlhf_algos.offline.pairs import Sides, pair_output
+from rlhf_algos.offline.pairs import pair_output
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 
 
@@ -47,15 +47,16 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
         if ref_logps is None:
             ref_logps = self.reference_logps(batch).view(-1, 2)
         scores = self.policy_scores(batch, with_stats=True)
-        sides = Sides.of(scores.logps, batch, self.count(batch))
-        logps = sides.chosen_logps, sides.rejected_logps
+        chosen, rejected = batch.sequence_sums(scores.logps).view(-1, 2).unbind(1)  # (P,) each
+        lengths = batch.sequence_lengths().view(-1, 2)
         result = dpo_loss(
-            *logps,
+            chosen,
+            rejected,
             *ref_logps.unbind(1),
             beta=self.config.beta,
             loss_type=self.config.loss_type,
             label_smoothing=self.config.label_smoothing,
-            lengths=sides.lengths,
+            lengths=(lengths[:, 0], lengths[:, 1]),
         )
-        output = pair_output(result.loss, result, logps=logps, scores=scores, batch=batch)
+        output = pair_output(result.loss, result, logps=(chosen, rejected), scores=scores, batch=batch)
         return self.balanced(output, scores, self.num_loss_terms(batch, examples))
