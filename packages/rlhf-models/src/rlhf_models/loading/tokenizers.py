@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,13 @@ def _reads_text(tokenizer: Any) -> bool:
     For some model types transformers makes a tokenizer of special tokens alone where the files are missing.
     """
     own = sorted(set(tokenizer.get_vocab().values()).difference(tokenizer.added_tokens_decoder))
-    text = string.printable + tokenizer.decode(own[:: max(1, len(own) // _SAMPLED)])
-    try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    except Exception:  # of a vocabulary of words, without a token for unknown ones
-        return True
-    return not set(tokenizer.all_special_ids).issuperset(ids)
+    words = (tokenizer.decode([each]) for each in own[:: max(1, len(own) // _SAMPLED)])
+    special = set(tokenizer.all_special_ids)
+    for text in itertools.chain([string.printable], words):
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # of a vocabulary of words, without a token for unknown ones
+            return True
+        if not special.issuperset(ids):
+            return True
+    return False
