@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raises import raises_error
-from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
 from rlhf_algos.pipeline.measured import scores_of
+from rlhf_algos.pipeline.steps import lm_eval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: run with --extra harness")
 pytestmark = pytest.mark.slow

@@ -143,7 +143,7 @@ def number(value: Any, digits: int = 3) -> str:
     """Return a number with `digits` decimals, and "–" for one that is missing, null or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
-    return f"{value:.{digits}f}".replace("-", "−")
+    return f"{value:z.{digits}f}".replace("-", "−")
 
 
 def table(

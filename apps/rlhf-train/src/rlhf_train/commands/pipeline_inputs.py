@@ -57,7 +57,7 @@ def _check_suites(stage: Stage) -> None:
     for name in _plain(stage.config.get("suite")):
         if "=" not in name and name not in SUITES:
             raise UserError(
-                f"stages.{stage.name}.config.suite: there is no suite {name}; built in are "
+                f"stages.{stage.name}.config.suite: unknown suite {name}; the built-in ones are "
                 f"{', '.join(SUITES)}",
                 code="unknown_suite",
                 **{"stage": stage.name, "suite": name},
@@ -77,7 +77,7 @@ def _check_merge(stage: Stage) -> None:
 
 
 def _plain(value: Any) -> Iterator[str]:
-    """The texts of a setting that are no references; of the models of a merge their names."""
+    """Strings of a setting without references; for the models of a merge, their names."""
     for each in value if isinstance(value, list | tuple) else (value,):
         text = each.get("model") if isinstance(each, dict) else each
         if isinstance(text, str) and "${" not in text:

@@ -1,4 +1,4 @@
-"""Stages that are none of the commands': scoring and choosing completions, gates, asking a server.
+"""Stages without a command of their own: scoring and choosing completions, gates, lm-eval, asking a server.
 
 `python -m rlhf_algos.pipeline.steps NAME FOLDER` does one in the folder of its stage, from its settings.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.pipeline.kinds import SETTINGS
-from rlhf_algos.pipeline.lm_eval_tasks import lm_eval
+from rlhf_algos.pipeline.kinds import LM_EVAL_OPTIONS, SETTINGS
 from rlhf_algos.pipeline.measured import COMPARED_WITH, Scores, same_result, scores_of, text_of
 from rlhf_algos.pipeline.served import serve
 from rlhf_data import (
@@ -25,6 +27,8 @@ from rlhf_data import (
     exit_cleanly,
     read_rows,
 )
+from rlhf_eval.answers import default_metric, read_answers
+from rlhf_eval.capability import CapabilityReport
 from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
 
 _NOT_COLUMNS = (
@@ -32,6 +36,8 @@ _NOT_COLUMNS = (
     *("completion_tokens", "finish_reason"),
 )
 """Columns that `rlhf-serve generate` adds; all others belong to the prompt."""
+
+_LM_EVAL_SAMPLES = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.-]+\.jsonl")
 
 
 def score(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -260,6 +266,53 @@ def _write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     atomic_write_text(folder / "rows.jsonl", "".join(f"{line}\n" for line in lines))
     print(f"{len(rows)} rows")
+
+
+def lm_eval(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Run the tasks on our engine, and write a report like that of kind capability: a suite for each task.
+
+    Raises:
+        UserError: lm-eval has failed, or has not measured the metric.
+    """
+    output = folder / "lm-eval"
+    shutil.rmtree(output, ignore_errors=True)  # of a run that was killed
+    if code := subprocess.run(_lm_eval_command(settings, output), check=False).returncode:
+        raise UserError(f"lm-eval ended with exit code {code}; its log says why", code="stage_failed")
+    rows = [row for path in sorted(output.rglob("samples_*.jsonl")) for row in _lm_eval_items(path, settings)]
+    CapabilityReport(tuple(rows)).write(folder / "report")
+    shutil.rmtree(output)
+
+
+def _lm_eval_command(settings: Mapping[str, Any], output: Path) -> list[str]:
+    tasks = settings["tasks"] if isinstance(settings["tasks"], list) else [settings["tasks"]]
+    arguments = {"pretrained": settings["model"], "dtype": settings.get("dtype")}
+    words = [sys.executable, "-m", "rlhf_report", "lm-eval", "run", "--model", "rlhf"]
+    words += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items() if value)]
+    words += ["--tasks", ",".join(map(str, tasks)), "--log_samples", "--output_path", str(output)]
+    for key in LM_EVAL_OPTIONS:
+        if settings.get(key) is not None:
+            words += [f"--{key}", str(settings[key])]
+    return words
+
+
+def _lm_eval_items(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of one task with the score of the metric, lm-eval's `acc` or the like unless one is named."""
+    named = _LM_EVAL_SAMPLES.fullmatch(path.name)
+    task = named[1] if named else path.stem
+    answers = list(read_answers(str(path)))
+    names = set[str]().union(*(answer.scores for answer in answers))
+    metric = settings.get("metric") or default_metric(names)
+    if metric is None or metric not in names:
+        raise UserError(
+            f"task {task} has the metrics {', '.join(sorted(names)) or 'none'}; name one of them with metric",
+            code="missing_metric",
+            metric=metric,
+        )
+    return [
+        {"suite": task, "id": str(answer.columns["doc_id"]), "score": answer.scores[metric]}
+        for answer in answers
+        if metric in answer.scores
+    ]
 
 
 STEPS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {

@@ -53,7 +53,7 @@ def _scores(case: Case) -> list[float]:
     scores = [each.score for each in case.completions.values() if each.score is not None]
     if not scores:
         raise UserError(
-            "there are no scores to select by; take --select random, or name a column with --score",
+            "selecting needs scores; take --select random, or name a column with --score",
             code="unscored_rows",
         )
     return scores

@@ -183,7 +183,7 @@ def check_best_of_n(
     chosen_by_score = n > 1 and selection in ("best", "weighted")  # of one there is nothing to choose
     if scorer is None and (chosen_by_score or adaptive is not None):
         raise UserError(
-            "there is no scorer to choose the best candidate; give one, set n to 1, or take selection "
+            "choosing the best candidate needs a scorer; give one, set n to 1, or take selection "
             "majority and draw a fixed number of samples",
             code="missing_scorer",
         )

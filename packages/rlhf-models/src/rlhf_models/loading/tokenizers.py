@@ -77,7 +77,7 @@ def _reads_text(tokenizer: Any) -> bool:
     for text in itertools.chain([string.printable], words):
         try:
             ids = tokenizer.encode(text, add_special_tokens=False)
-        except Exception:  # of a vocabulary of words, without a token for unknown ones
+        except Exception:  # tokenizers raises this class itself for a word without a token
             return True
         if not special.issuperset(ids):
             return True
