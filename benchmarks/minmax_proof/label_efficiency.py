@@ -17,6 +17,8 @@ model is made from text of the world; the game does not count that as labels.
 - `validator_alone`: the same without the truthfulness constraint, so that labels serve for made-up answers
   and the judge's weight alone.
 - `rlvr`: the policy is paid 1 for the right answer, on the labelled stories alone; no reward model, no game.
+- `sft`: the policy is fine-tuned on right answers to the labelled stories, as many stories in each update; no
+  reward model, no game.
 - `refit`: the flawed reward model learns further, from its annotators' pairs and as many of right against
   wrong answers to the labelled stories; the policy from it on all stories.
 - `plain`: the flawed reward model alone; uses no label.
@@ -38,7 +40,8 @@ import torch
 from cells import arms_parser, difference, play_cells, provenance, publish, summary
 from torch import Tensor
 
-from rlhf_data import QARecord, RunFolder, apply_overrides
+from rlhf_data import QARecord, RunFolder, TokenSequence, apply_overrides
+from rlhf_models import encode_completion, encode_prompt
 
 GAMES: dict[str, list[str]] = {
     "minmax": [],
@@ -53,7 +56,7 @@ GAMES: dict[str, list[str]] = {
         "training.constraint_penalty_lambda=0",
     ],
 }
-OTHERS = ("rlvr", "refit", "plain")
+OTHERS = ("rlvr", "sft", "refit", "plain")
 SHOWN = {"accuracy": "policy/accuracy", "hack_rate": "policy/hack_rate"}
 MONITOR = {"monitor": "monitor/verdict_balanced_accuracy"}
 REFIT_STEPS = 100
@@ -108,6 +111,9 @@ def _without_game(config: Any, arm: str, cache: Path) -> tuple[dict[str, Any], i
     stories = load_stories(config)
     pipeline = build_game(config, stories, cache_folder=cache).pipeline
     records = stories.train
+    if arm == "sft":
+        tokens = _fine_tune(pipeline.players.policy, stories, config)
+        return _measured(evaluate(pipeline, stories.held_out, pipeline.players.policy)), tokens
     if arm == "rlvr":
         labelled = stories.labelled
         known = {stories.prompts.policy(record): record for record in labelled}
@@ -126,7 +132,44 @@ def _without_game(config: Any, arm: str, cache: Path) -> tuple[dict[str, Any], i
         every = {stories.prompts.policy(record): record for record in stories.held_out}
         pipeline = replace(pipeline, reward_model=LabelReward(every, stories.prompts.rules))
     metrics = evaluate(pipeline, stories.held_out, pipeline.players.policy)
-    return {name: metrics[key] for name, key in SHOWN.items()}, trainer.num_tokens
+    return _measured(metrics), trainer.num_tokens
+
+
+def _measured(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: metrics[key] for name, key in SHOWN.items()}
+
+
+def _fine_tune(policy: Any, stories: Any, config: Any) -> int:
+    """Right answers to the labelled stories, in as many updates of as many stories as the game's policy."""
+    from rlhf_algos import SFTConfig, SFTTrainer
+    from rlhf_minmax.demo.teachers import answer_text
+
+    training, labelled = config.training, list(stories.labelled)
+    updates = training.num_steps(len(stories.train), adversary=False) * training.policy_updates
+    size, rng, examples = training.batch_size, random.Random(config.seed), []
+    while len(examples) < updates * size:
+        rng.shuffle(labelled)
+        for record in labelled:
+            start = encode_prompt(policy.tokenizer, stories.prompts.policy(record))
+            end = encode_completion(policy.tokenizer, answer_text(record.answer_text))
+            examples.append(TokenSequence([*start, *end, policy.tokenizer.eos_token_id], len(start)))
+    settings = SFTConfig(
+        learning_rate=training.policy_learning_rate,
+        lr_scheduler_type=config.policy_model.lr_scheduler_type,
+        adam_beta1=config.policy_model.adam_betas[0],
+        adam_beta2=config.policy_model.adam_betas[1],
+        max_grad_norm=training.max_grad_norm,
+        per_device_train_batch_size=size,
+        num_train_epochs=1,
+        max_tokens_per_batch=training.max_tokens_per_batch,
+        save_steps=None,
+        seed=config.seed,
+    )
+    with policy.active() as model:
+        trainer = SFTTrainer(model, settings, examples[: updates * size])
+        trainer.train()
+        model.eval()
+    return trainer.num_tokens
 
 
 def _refit(model: Any, stories: Any, config: Any) -> None:
