@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,32 +83,39 @@ class LabelReward:
 
 def play(task: str, seed: int, share: float, arm: str, work: Path) -> dict[str, Any]:
     """One run; see `cells.play_cells`."""
-    from rlhf_minmax import MinMaxConfig, MinMaxJob
+    settings = [f"seed={seed}", f"data.world={task}", f"data.label_share={share}"]
+    return play_arm(arm, settings, work, f"{task}-{seed}-{share}-{arm}")
+
+
+def play_arm(
+    arm: str, settings: Sequence[str], work: Path, name: str, draw: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """One run of an arm, in the folder `name` of `work`, on stories of the settings or of `draw`."""
+    from rlhf_minmax import MinMaxConfig, MinMaxJob, load_stories
 
     started, cpu = time.perf_counter(), time.process_time()
-    settings = [*COMMON, *GAMES.get(arm, []), f"seed={seed}", f"data.world={task}"]
-    settings += [f"data.label_share={share}"]
-    config = MinMaxConfig.from_dict(apply_overrides({}, settings))
+    config = MinMaxConfig.from_dict(apply_overrides({}, [*COMMON, *GAMES.get(arm, []), *settings]))
+    stories = draw(config) if draw else load_stories(config)
     if arm in GAMES:
-        folder = RunFolder.create(work / f"{task}-{seed}-{share}-{arm}", resume=True)
-        results = MinMaxJob(config, folder, cache_folder=work / "models").play(resume=True)
+        folder = RunFolder.create(work / name, resume=True)
+        job = MinMaxJob(config, folder, cache_folder=work / "models", stories=stories if draw else None)
+        results = job.play(resume=True)
         after, tokens = results["after"], results["num_tokens"]
         found = {name: after[key] for name, key in (SHOWN | MONITOR).items()}
         found |= {"start": results["before"]["policy/accuracy"], "w_judge": results["break_even"]["w_judge"]}
         found["calls"] = sum(row.get("validator/calls", 0) for row in folder.read_metrics())
     else:
-        found, tokens = _without_game(config, arm, work / "models")
+        found, tokens = _without_game(config, stories, arm, work / "models")
     times = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
     return found | {"num_tokens": tokens} | {name: round(value, 1) for name, value in times.items()}
 
 
-def _without_game(config: Any, arm: str, cache: Path) -> tuple[dict[str, Any], int]:
+def _without_game(config: Any, stories: Any, arm: str, cache: Path) -> tuple[dict[str, Any], int]:
     """Train a policy on a reward alone, as often as the game's policy is."""
-    from rlhf_minmax import MinMaxTrainer, build_game, load_stories, measure_scales
+    from rlhf_minmax import MinMaxTrainer, build_game, measure_scales
     from rlhf_minmax.evaluation.evaluate import evaluate
     from rlhf_minmax.game.scores import Scale
 
-    stories = load_stories(config)
     pipeline = build_game(config, stories, cache_folder=cache).pipeline
     records = stories.train
     if arm == "sft":

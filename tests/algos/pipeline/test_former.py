@@ -207,3 +207,25 @@ def test_stages_that_are_not_selected_move_no_role(run: Any, tmp_path: Path) -> 
     assert events(run(config(0.5, good))) == ["promoted"]
     assert events(run(config(0.5, bad), Selection(("tuned",)))) == ["rejected"]
     assert events(run(config(0.5, bad))) == ["withdrawn", "rejected"]
+
+
+@pytest.mark.slow
+def test_a_plan_takes_a_role_away_as_the_run_does(run: Any, tmp_path: Path) -> None:
+    """Accepted, rejected, accepted, rejected: a second gate then compares with the start again."""
+    shares = {"start": 0.3, "good": 0.9, "bad": 0.1, "other": 0.5}
+    reports = {name: report(tmp_path / name, sums=right(share)) for name, share in shares.items()}
+    made = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.5}}
+    other = {"kind": "filter", "config": {"rows": SCORED, "to": "sft", "top_share": 0.2}}
+    fixed = [{**BETTER[0], "against": "start"}]
+    judged = gate(reports["other"], reports["start"], "${other}", gates=BETTER, on_failure="rollback")
+    found = []
+    for name, selection in (("good", None), ("bad", Selection(until="gate")), ("good", None), ("bad", None)):
+        first = gate(reports[name], reports["start"], "${made}", gates=fixed, on_failure="rollback")
+        config = {"made": made, "gate": first, "other": other, "after": {"kind": "gate", **judged}}
+        found.append(sorted(events(run(config, selection))))
+    assert found == [
+        ["promoted", "rejected"],
+        ["rejected", "withdrawn"],
+        ["promoted", "rejected"],
+        ["promoted", "rejected", "withdrawn"],
+    ]

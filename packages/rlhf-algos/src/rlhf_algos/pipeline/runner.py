@@ -221,8 +221,9 @@ class Pipeline:
 
     def _reject(self, planned: Planned, candidate: Artefact, verdict: dict[str, Any], decides: bool) -> None:
         stage = planned.stage
-        if self._running and decides:
-            self.store.reject(stage.name, planned.address, verdict, candidate)
+        if decides:
+            if self._running:
+                self.store.reject(stage.name, planned.address, verdict, candidate)
             if stage.promotes and verdict["outcome"] == "fail":
                 self._withdraw(stage.promotes, Current(candidate, stage.name))
         if stage.promotes:
@@ -237,7 +238,7 @@ class Pipeline:
     def _withdraw(self, role: str, current: Current) -> None:
         """Take a role back from a model that has shown a loss since it got it."""
         stage = current.stage or ""
-        if self.store.withdraw(role, current):
+        if self.store.withdraw(role, current) and self._running:
             former = self.store.held.get(role)
             path = former and former.artefact.path
             self.store.log("withdrawn", stage, role=role, path=current.artefact.path, now=path)
