@@ -1,5 +1,7 @@
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,3 +106,41 @@ def test_a_body_and_its_answer_are_not_part_of_the_head() -> None:
         late.start()
         assert read_all(connection).endswith(b"\r\n\r\n2")
         late.join()
+
+
+FEW_FILES = """
+import resource, socket, uvicorn
+from fastapi import FastAPI
+from rlhf_serve.http.h11 import HTTPProtocol, raise_file_limit
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 128))
+raise_file_limit()
+app = FastAPI()
+app.get("/")(lambda: "here")
+listening = socket.create_server(("127.0.0.1", 0), backlog=256)
+print(listening.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, http=HTTPProtocol, lifespan="off")).run(sockets=[listening])
+"""
+
+
+def test_connections_beyond_what_can_be_open_are_answered_and_closed() -> None:
+    """Of 128 files 96 may be connections: the server stays whole, and answers again once some have closed."""
+    request = b"GET / HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n"
+    with subprocess.Popen([sys.executable, "-c", FEW_FILES], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            address = "127.0.0.1", int(server.stdout.readline())
+            held = [socket.create_connection(address) for _ in range(96)]
+            with socket.create_connection(address) as late:
+                head, _, body = read_all(late).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+            held[0].sendall(request)
+            assert read_all(held[0]).endswith(b'"here"')
+            with socket.create_connection(address) as later:
+                later.sendall(request)
+                assert read_all(later).endswith(b'"here"')
+            for connection in held:
+                connection.close()
+        finally:
+            server.terminate()

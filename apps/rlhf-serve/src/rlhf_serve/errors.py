@@ -143,6 +143,12 @@ def queue_full(retry_after_s: float) -> APIError:
     return rate_limited(message, seconds, code="queue_full")
 
 
+def too_many_connections() -> APIError:
+    """503: no more connections can be held; those whose head does not come are closed within seconds."""
+    message = "the server holds as many connections as it can; try again in a moment"
+    return APIError(503, message, "server_error", code="too_many_connections", headers=_retry_after(1))
+
+
 def timed_out(seconds: float) -> APIError:
     """504: the answer took longer than the server allows."""
     message = f"the answer took longer than {seconds:g} s; ask for fewer or shorter candidates"

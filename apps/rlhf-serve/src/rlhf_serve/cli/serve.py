@@ -16,7 +16,7 @@ from rlhf_serve.cli.load import load
 from rlhf_serve.http.api_keys import ENVIRONMENT, KeyRing
 from rlhf_serve.http.app import LOOPBACK, create_app
 from rlhf_serve.http.feedback import check_feedback
-from rlhf_serve.http.h11 import HTTPProtocol
+from rlhf_serve.http.h11 import HTTPProtocol, raise_file_limit
 from rlhf_serve.settings import ServeSettings
 
 _BACKLOG = 2048
@@ -36,6 +36,7 @@ def serve(settings: ServeSettings, listener: socket.socket) -> None:
     torch.set_num_threads(1)
     served = load(settings, display.say, display.building, threads=threads)
     app = create_app(served, settings, keys)
+    raise_file_limit()
     listener.listen(_BACKLOG)  # so that the address accepts connections once it is printed
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

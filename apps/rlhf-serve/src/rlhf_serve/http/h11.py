@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_serve.errors import APIError, invalid_request
+from rlhf_serve.errors import APIError, invalid_request, too_many_connections
 
 HEAD_TIMEOUT_S = 15.0
 """Seconds that a client has for a request's first line and headers."""
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files, connections among them, as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit() -> int:
+    """How many clients' connections may be open: three quarters of the files that this process may open.
+
+    The others are for models, logs, and connections to rewards, judges and engines.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, soft * 3 // 4) if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 class HTTPProtocol(H11Protocol):
@@ -20,7 +37,8 @@ class HTTPProtocol(H11Protocol):
     A request that is not HTTP, or whose head is too long, never reaches the application: it is answered
     here. A connection that does not bring its first head, or the rest of a later one, within
     `head_timeout_s` is closed, and so is one whose request has been answered before its body has ended, for
-    which `LingeringClose` has waited. No request becomes a WebSocket.
+    which `LingeringClose` has waited. Where as many are open as `connection_limit` says, a further one gets
+    503 and is closed. No request becomes a WebSocket.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -31,6 +49,9 @@ class HTTPProtocol(H11Protocol):
         """Begin to wait for the first head."""
         super().connection_made(transport)
         self._watch_head()
+        if len(self.connections) > connection_limit():
+            self._send(too_many_connections())
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, and see whether it ends a head or begins one."""
@@ -65,7 +86,11 @@ class HTTPProtocol(H11Protocol):
         response = error.response()
         headers = [*response.raw_headers, (b"connection", b"close")]
         for event in (
-            h11.Response(status_code=response.status_code, headers=headers, reason=b"Bad Request"),
+            h11.Response(
+                status_code=response.status_code,
+                headers=headers,
+                reason=HTTPStatus(response.status_code).phrase.encode(),
+            ),
             h11.Data(data=bytes(response.body)),
             h11.EndOfMessage(),
         ):
