@@ -22,8 +22,7 @@ from label_efficiency import MONITOR, SHOWN, play_arm
 
 from rlhf_data import QARecord, generate_stories, generate_sums
 from rlhf_data.worlds.sums import read_working
-from rlhf_minmax import Stories, StoryRules, TextRules, load_stories
-from rlhf_minmax.game.sum_rules import SumRules
+from rlhf_minmax import Stories, StoryRules, SumRules, TextRules, load_stories
 
 ARMS = ("minmax", "truth_only", "rlvr", "sft", "refit", "plain")
 DRAWS = {"stories": generate_stories, "sums": generate_sums}

@@ -15,9 +15,11 @@ from rlhf_minmax.formats import parse_critique as parse_critique
 from rlhf_minmax.game.forward_pass import MinMaxOutput as MinMaxOutput
 from rlhf_minmax.game.forward_pass import MinMaxPipeline as MinMaxPipeline
 from rlhf_minmax.game.prompts import Prompts as Prompts
+from rlhf_minmax.game.report_rules import ReportRules as ReportRules
 from rlhf_minmax.game.stories import Stories as Stories
 from rlhf_minmax.game.stories import load_stories as load_stories
 from rlhf_minmax.game.story_rules import StoryRules as StoryRules
+from rlhf_minmax.game.sum_rules import SumRules as SumRules
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer as DualPPOOptimizer
 from rlhf_minmax.players.monitor_model import MonitorModel as MonitorModel
 from rlhf_minmax.report.page import write_minmax_report as write_minmax_report
