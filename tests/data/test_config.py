@@ -30,6 +30,7 @@ class _Config(BaseConfig):
     stages: dict[str, _Training] = Field(default_factory=dict)
     weights: dict[str, float] = Field(default_factory=dict)
     seed: int = 0
+    limit: float | None = None
 
     @model_validator(mode="after")
     def _not_13(self):
@@ -52,7 +53,7 @@ def _message(values: dict) -> str:
             {"extra_section": {"kindd": "a"}},
             "unknown key extra_section.kindd; did you mean extra_section.kind?",
         ),
-        ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, stages, weights, seed"),
+        ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, stages, weights, seed, limit"),
         ({"training": {"batch_size": 0}}, "training.batch_size is 0, expected a value >= 1 and <= 64"),
         ({"training": {"batch_size": 65}}, "training.batch_size is 65, expected a value >= 1 and <= 64"),
         ({"training": {"learning_rate": 0}}, "training.learning_rate is 0, expected a value > 0"),
@@ -74,6 +75,8 @@ def _message(values: dict) -> str:
         ({"stages": {"sft": 3}}, "stages.sft is 3, expected a section of keys and values"),
         ({"weights": {"a": "b"}}, "weights is 'b', expected a valid number"),
         ({"seed": 13}, "seed 13 is unlucky; take another"),
+        ({"seed": True}, "seed: true is not a number; give a number"),
+        ({"limit": False}, "limit: false is not a number; give a number or null"),
     ],
 )
 def test_errors_name_key_value_and_expectation(values, message):

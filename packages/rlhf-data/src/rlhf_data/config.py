@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -128,6 +136,16 @@ class BaseConfig(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would take `true` as 1."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and kinds <= {int, float, types.NoneType}:
+            instead = "a number or null" if types.NoneType in kinds else "a number"
+            raise ValueError(f"{str(value).lower()} is not a number; give {instead}")
+        return value
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str | SettingsSource = "config") -> Self:
@@ -317,6 +335,11 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
 def _item_type(annotation: Any) -> type[BaseModel] | None:
     """The section that each item of a list, or each value of a mapping, is."""
     return next((found for found in map(_section_type, typing.get_args(annotation)) if found), None)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types of a value that may be of any of them."""
+    return set(typing.get_args(annotation)) if _is_union(annotation) else {annotation}
 
 
 def _is_union(annotation: Any) -> bool:
