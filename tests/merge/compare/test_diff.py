@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 from raises import raises_error
-from rlhf_merge.compare.diff import ModelDifference, diff_models, difference_json, render_difference
+from rlhf_merge.compare.diff import ModelDifference, diff_models
+from rlhf_merge.compare.report import difference_json, render_difference
 from rlhf_merge.methods.blocks import OnBytes
 
 UP = "model.layers.1.mlp.up_proj.weight"

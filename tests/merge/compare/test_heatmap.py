@@ -13,7 +13,7 @@ import torch
 
 from raises import raises_error
 from rlhf_merge.compare.diff import diff_models
-from rlhf_merge.compare.heatmap import check_heatmap, heatmap
+from rlhf_merge.compare.report import check_heatmap, heatmap
 
 pytest.importorskip("matplotlib")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_merge.compare.kinds import ordered_kinds, ordered_rows, place_tensors
+from rlhf_merge.names import ordered_kinds, ordered_rows, place_tensors
 
 LLAMA, GPT2, BERT, T5 = (
     "model.layers.7.",

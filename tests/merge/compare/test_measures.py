@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raises import raises_error
-from rlhf_merge.compare.measures import Measures, measure, passes
+from rlhf_merge.compare.diff import Measures, measure, passes
 from rlhf_merge.methods import blocks
 from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace
 

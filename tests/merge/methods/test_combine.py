@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_merge.methods.combine import slerp_coefficients, spherical_mean_coefficients
+from rlhf_merge.methods.families.means import slerp_coefficients, spherical_mean_coefficients
 
 
 def gram(*vectors: tuple[float, ...]) -> np.ndarray:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from proofs import by_default
-from rlhf_merge.methods.blocks import Workspace
-from rlhf_merge.methods.sparsify import (
+from rlhf_merge.methods.arithmetic import (
     LEVELS,
     MaskBits,
     Sparsify,
@@ -23,6 +22,7 @@ from rlhf_merge.methods.sparsify import (
     share_count,
     trim,
 )
+from rlhf_merge.methods.blocks import Workspace
 
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 

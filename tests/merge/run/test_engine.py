@@ -15,8 +15,8 @@ from torch import Tensor
 from raises import raises_error
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.methods.blocks import MemoryTensor
-from rlhf_merge.run import engine
-from rlhf_merge.run.engine import Resources, expected_bytes, merge_tensors
+from rlhf_merge.run import merger as engine
+from rlhf_merge.run.merger import Resources, expected_bytes, merge_tensors
 from rlhf_merge.run.plan import TensorJob, make_jobs, make_plan
 
 State = dict[str, Tensor]
@@ -204,7 +204,7 @@ def test_threads_are_as_many_as_the_memory_allows(workshop: Any, monkeypatch: py
 
 _GROWTH = """
 import re, pathlib, torch
-from rlhf_merge.run.engine import resident_bytes
+from rlhf_merge.run.merger import resident_bytes
 before, pages = resident_bytes(), pathlib.Path("/proc/self/smaps_rollup")
 if pages.exists():
     found = re.search(r"Rss:\\s+(\\d+) kB", pages.read_text())

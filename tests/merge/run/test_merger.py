@@ -17,8 +17,7 @@ import rlhf_merge as ours
 from proofs import by_default
 from raises import raises_error
 from rlhf_merge.methods.families import METHODS
-from rlhf_merge.run.engine import Resources
-from rlhf_merge.run.merger import ModelMerger, layer_wise_interpolation
+from rlhf_merge.run.merger import ModelMerger, Resources, layer_wise_interpolation
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"

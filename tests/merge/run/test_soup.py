@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proofs import by_default
 from raises import raises_error
-from rlhf_merge.methods.families.linear import linear
+from rlhf_merge.methods.families.means import linear
 from rlhf_merge.run.merger import ModelMerger
 from rlhf_merge.run.soup import ModelSoup, Trial, shell_evaluation
 

@@ -8,7 +8,7 @@ import pytest
 
 from raises import raises_error
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.run.sources import SourceNames, source_names
+from rlhf_merge.run.plan import SourceNames, source_names
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 TIES = {"method": "ties", "base": "base", "models": ["a", "b"]}

@@ -29,8 +29,7 @@ from rlhf_merge.files.writer import check_output
 from rlhf_merge.methods.blocks import Begin, OnBytes
 from rlhf_merge.methods.families import METHODS
 from rlhf_merge.run.card import effective_weights
-from rlhf_merge.run.engine import Resources, expected_bytes
-from rlhf_merge.run.merger import ModelMerger
+from rlhf_merge.run.merger import ModelMerger, Resources, expected_bytes
 from rlhf_merge.run.plan import MergePlan
 from rlhf_merge.text import bytes_text, short_names
 
@@ -131,8 +130,8 @@ def show_difference(
     threads: int | None,
 ) -> None:
     """`rlhf-merge diff`."""
-    from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
-    from rlhf_merge.compare.heatmap import check_heatmap, heatmap
+    from rlhf_merge.compare.diff import diff_models
+    from rlhf_merge.compare.report import check_heatmap, difference_json, heatmap, render_difference
 
     first, others = (base, models) if base is not None else (models[0], models[1:])
     if not others:

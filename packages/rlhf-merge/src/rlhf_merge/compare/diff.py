@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, TypeVar
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from rlhf_merge.compare.kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
-from rlhf_merge.compare.measures import Measures, measure, passes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
-from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Readable, Spaces, map_tensors, piece
-from rlhf_merge.names import is_vocabulary_tensor, missing, vocabulary_rows
+from rlhf_merge.methods.arithmetic import kept_count, products, task_vector_magnitudes
+from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Readable, Spaces, Workspace, map_tensors, piece
+from rlhf_merge.names import (
+    EMBEDDING,
+    Place,
+    check_present,
+    is_vocabulary_tensor,
+    ordered_kinds,
+    ordered_rows,
+    place_tensors,
+    vocabulary_rows,
+)
 from rlhf_merge.run.matching import check_alike, matched
-from rlhf_merge.text import number_text, plain, share_text, short_names, table
+from rlhf_merge.text import short_names
 
+Counts = NDArray[np.int64]
+Facts = dict[str, float | None]
+"""Ratios of the sums by name; None where there is nothing to divide by."""
 _Key = TypeVar("_Key", bound=Hashable)
-
-_LEGEND = "change: norm of the difference, relative to the base's"
-_LEGEND_OF_SIGNS = """signs opposed: share of the elements that models change with opposite signs
-of shared: the same, of the elements that both change; 50% for unrelated changes"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,122 @@ class TensorDifference:
     place: Place
     shape: tuple[int, ...]
     measures: Measures
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Sums and counts over the elements of some tensors, for a base and n models.
+
+    Signs are those of the task vectors or, with a density, of the trimmed ones.
+    """
+
+    elements: int
+    base_square: float  # Σ θ₀²
+    products: NDArray[np.float64]  # Σ τᵢ τⱼ, (n, n)
+    changed: Counts  # elements of each model that differ from the base's, (n,)
+    same_in_bf16: Counts  # elements of each model that, rounded to bfloat16, equal the base's, (n,)
+    shared: Counts  # elements where both of two models have a sign, (n, n); on the diagonal, where one has
+    opposed: Counts  # elements where two models have opposite signs, (n, n)
+    any_shared: int  # elements where at least two models have a sign
+    any_opposed: int  # elements where at least two models have opposite signs
+
+    @classmethod
+    def total(cls, parts: Iterable[Measures], count: int) -> Measures:
+        """The measures of several tensors together, for n = `count` models."""
+        none, pairs = np.zeros(count, dtype=np.int64), np.zeros((count, count), dtype=np.int64)
+        return sum(parts, cls(0, 0.0, np.zeros((count, count)), none, none, pairs, pairs, 0, 0))
+
+    def __add__(self, other: Measures) -> Measures:
+        return Measures(*(getattr(self, own.name) + getattr(other, own.name) for own in fields(self)))
+
+    def relative_norm(self, model: int) -> float:
+        """‖τ‖/‖θ₀‖; 0 where nothing changed, infinite where only the base is zero."""
+        norm = math.sqrt(self.products[model, model])
+        return norm and (norm / math.sqrt(self.base_square) if self.base_square else math.inf)
+
+    def of_model(self, model: int) -> Facts:
+        """The relative norm, √(‖τ‖²/elements), and shares of the elements of one model."""
+        square = _share(self.products[model, model], self.elements)
+        return {
+            "relative_norm": self.relative_norm(model),
+            "rms": None if square is None else math.sqrt(square),
+            "changed": _share(self.changed[model], self.elements),
+            "same_in_bf16": _share(self.same_in_bf16[model], self.elements),
+        }
+
+    def of_pair(self, one: int, other: int) -> Facts:
+        """The cosine of two whole task vectors, None where one is zero, and their opposite signs."""
+        norms = math.sqrt(self.products[one, one]) * math.sqrt(self.products[other, other])
+        cosine = max(-1.0, min(1.0, self.products[one, other] / norms)) if norms else None
+        return {"cosine": cosine} | self._conflict(self.opposed[one, other], self.shared[one, other])
+
+    def of_any(self) -> Facts:
+        """The elements where any two models have opposite signs."""
+        return self._conflict(self.any_opposed, self.any_shared)
+
+    def _conflict(self, opposed: float, shared: float) -> Facts:
+        """Share of all elements, and of those where two have a sign: about ½ for unrelated task vectors."""
+        shares = _share(opposed, self.elements), _share(opposed, shared)
+        return dict(zip(("sign_conflict", "sign_conflict_of_shared"), shares, strict=True))
+
+
+def passes(dtype: torch.dtype, density: float | None) -> int:
+    """How often `measure` reads its inputs."""
+    return 1 if density is None or density == 1 else 1 + dtype.itemsize // 2
+
+
+def measure(inputs: Inputs, space: Workspace, density: float | None = None) -> Measures:
+    """Measure the task vectors of one tensor, block by block.
+
+    With a density, the signs compared are those of so large a share of the largest magnitudes of every task
+    vector, as TIES trims them (arXiv:2306.01708, section 4.1).
+    """
+    # The least magnitude of each task vector whose sign counts; never 0, which has none.
+    subnormal = torch.finfo(space.dtype).smallest_normal * torch.finfo(space.dtype).eps
+    kept = inputs.numel if density is None else kept_count(density, inputs.numel)
+    wanted = [[kept] if kept < inputs.numel else [] for _ in inputs.models]
+    thresholds = [max([subnormal, *low]) for low in task_vector_magnitudes(inputs, space, wanted)]
+    count, dtypes = len(inputs.models), [tensor.dtype for tensor in inputs.all]
+    total = Measures.total((), count)
+    for start, stop in inputs.ranges():
+        base = inputs.read(inputs.base, start, stop, space.take("base", stop - start))
+        rows = space.take_rows("rows", count, stop - start)
+        changed, same = np.zeros((2, count), dtype=np.int64)
+        for index, (row, model) in enumerate(zip(rows, inputs.models, strict=True)):
+            inputs.read(model, start, stop, row)
+            narrow = {dtypes[0], model.dtype} == {torch.bfloat16}  # equal ones are those that are not changed
+            same[index] = 0 if narrow else int((row.bfloat16() == base.bfloat16()).sum())
+            changed[index] = np.count_nonzero(row.sub_(base).numpy())
+            same[index] = stop - start - changed[index] if narrow else same[index]
+        signs = _compare_signs(rows.numpy(), thresholds)
+        square = float(products(base[None])[0, 0])
+        total += Measures(stop - start, square, products(rows), changed, same, *signs)
+    return total
+
+
+def _compare_signs(rows: NDArray[Any], thresholds: Sequence[float]) -> tuple[Counts, Counts, int, int]:
+    """Count shared and opposed signs of task vectors, (n, elements), of each pair and of any pair."""
+    count = len(rows)
+    shared, opposed = np.zeros((2, count, count), dtype=np.int64)
+    negative = [row <= -low for row, low in zip(rows, thresholds, strict=True)]
+    signed = [(row >= low) | minus for row, low, minus in zip(rows, thresholds, negative, strict=True)]
+    one = np.zeros(rows.shape[1], dtype=bool)  # where a model has had a sign
+    two, against = one.copy(), one.copy()  # where two have, and opposite ones
+    for i in range(count):
+        for j in range(i):
+            both = signed[i] & signed[j]
+            unlike = both & (negative[i] ^ negative[j])
+            shared[i, j] = shared[j, i] = np.count_nonzero(both)
+            opposed[i, j] = opposed[j, i] = np.count_nonzero(unlike)
+            against |= unlike
+        shared[i, i] = np.count_nonzero(signed[i])
+        two |= one & signed[i]
+        one |= signed[i]
+    return shared, opposed, int(np.count_nonzero(two)), int(np.count_nonzero(against))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return float(part) / float(whole) if whole else None
 
 
 @dataclass(frozen=True)
@@ -173,10 +298,7 @@ def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[s
         f"{spec} has no {name}: its embedding, which is its head, is compared in its place"
         for spec, name in found.lent.items()
     ]
-    for name, owner in {name: spec for spec, own in tensors.items() for name in own}.items():
-        for spec, own in tensors.items():
-            if name not in own:
-                raise missing(name, spec, owner)
+    check_present(dict.fromkeys(name for own in tensors.values() for name in own), tensors, tensors)
     known = {spec: rows for spec, own in tensors.items() if (rows := vocabulary_rows(own)) is not None}
     least = min(known.values(), default=0)
     if len(known) == len(tensors) and set(known.values()) != {least}:
@@ -196,111 +318,3 @@ def _unequal_integers(inputs: Inputs) -> tuple[int, ...]:
         for index, model in enumerate(inputs.models):
             counts[index] += int((piece(model, start, stop) != first).sum())
     return tuple(counts)
-
-
-def difference_json(difference: ModelDifference) -> dict[str, Any]:
-    """A comparison as plain values; what is not finite or does not exist is null."""
-    names = difference.names
-
-    def finite(facts: Mapping[str, float | None]) -> dict[str, Any]:
-        return {name: plain(value) for name, value in facts.items()}
-
-    def facts(of: Measures) -> dict[str, Any]:
-        pairs = [
-            {"models": [names[one], names[other]], **finite(of.of_pair(one, other))}
-            for one, other in difference.pairs
-        ]
-        models = {name: finite(of.of_model(model)) for model, name in enumerate(names)}
-        return {"elements": of.elements, "models": models, "pairs": pairs, **finite(of.of_any())}
-
-    tensors = {}
-    for tensor in difference.tensors:
-        place = {"layer": tensor.place.row, "kind": tensor.place.kind, "shape": list(tensor.shape)}
-        tensors[tensor.name] = place | facts(tensor.measures)
-    unequal = {name: dict(zip(names, of, strict=True)) for name, of in difference.integers.items()}
-    return {
-        "base": difference.base,
-        "models": list(difference.models),
-        "names": list(names),
-        "density": difference.density,
-        "notes": list(difference.notes),
-        "all": facts(difference.total),
-        "layers": {row: facts(of) for row, of in difference.by_row.items()},
-        "kinds": {kind: facts(of) for kind, of in difference.by_kind.items()},
-        "tensors": tensors,
-        "unequal_integers": unequal,
-    }
-
-
-def render_difference(difference: ModelDifference, *, by: str = "layer") -> RenderableType:
-    """A comparison for a terminal: a table by layer, kind or tensor, and one of the models' pairs."""
-    tensors = {tensor.name: tensor.measures for tensor in difference.tensors}
-    tables = {"layer": difference.by_row, "kind": difference.by_kind, "tensor": tensors}
-    if by not in tables:
-        raise MergeError(f"by must be layer, kind or tensor, got {by!r}", code="invalid_value", key="by")
-    columns, count = _columns(difference), len(difference.models)
-    made = table(by, *columns, *(["most changed"] if by == "layer" else []))
-    for column in made.columns[1 : len(columns) + 1] if count > 1 else ():
-        column.max_width = 12 if count == 2 else 7  # of a long name, the beginning
-    for row, measures in tables[by].items():
-        last = [_most_changed_kind(difference, row)] if by == "layer" else []
-        if last:  # its blank is not a place to cut it at
-            made.columns[-1].min_width = max(len(last[0]), made.columns[-1].min_width or 0)
-        made.add_row(Text(row), *(text(measures) for text in columns.values()), *last)
-    made.add_section()
-    made.add_row("all", *(text(difference.total) for text in columns.values()), style="bold")
-    parts: list[RenderableType] = [made, Text(f"\n{_LEGEND}", "dim")]
-    lines = [f"Note: {note}." for note in difference.notes]
-    for name, counts in difference.integers.items():
-        unequal = [pair for pair in zip(difference.names, counts, strict=True) if pair[1]]
-        lines += [f"Integers differ: {name} of {model}, in {number} elements." for model, number in unequal]
-    if count > 1:
-        pairs = table("models", "cosine", "signs\nopposed", "of\nshared")
-        for one, other in difference.pairs:
-            cosine, *signs = difference.total.of_pair(one, other).values()
-            named = Text(f"{difference.names[one]}, {difference.names[other]}")
-            pairs.add_row(named, number_text(cosine, "z.3f"), *map(share_text, signs))
-        parts = [made, "", pairs, Text(f"\n{_LEGEND}\n{_LEGEND_OF_SIGNS}", "dim")]
-        for model, name in enumerate(difference.names):
-            *_, changed, same = map(share_text, difference.total.of_model(model).values())
-            lines.append(f"{name}: {changed} of the elements changed, {same} are the same in bfloat16.")
-    return Group(*parts, *map(Text, lines))
-
-
-def _columns(difference: ModelDifference) -> dict[str, Callable[[Measures], str]]:
-    """The columns of numbers, by their headers."""
-    count = len(difference.models)
-    if count == 1:
-        return {
-            "change": lambda of: share_text(of.relative_norm(0)),
-            "RMS": lambda of: number_text(of.of_model(0)["rms"]),
-            "changed": lambda of: share_text(of.of_model(0)["changed"]),
-            "same\nin bf16": lambda of: share_text(of.of_model(0)["same_in_bf16"]),
-        }
-
-    def lowest_cosine(of: Measures) -> str:
-        cosines = [cosine for pair in difference.pairs if (cosine := of.of_pair(*pair)["cosine"]) is not None]
-        return number_text(min(cosines, default=None), "z.3f")
-
-    columns: dict[str, Callable[[Measures], str]] = {
-        f"change\n{name}": lambda of, model=model: share_text(of.relative_norm(model))
-        for model, name in enumerate(difference.names)
-    }
-    if count > 3:
-        columns = {"most\nchange": lambda of: share_text(max(map(of.relative_norm, range(count))))}
-    return columns | {
-        "lowest\ncosine": lowest_cosine,
-        "signs\nopposed": lambda of: share_text(of.of_any()["sign_conflict"]),
-        "of\nshared": lambda of: share_text(of.of_any()["sign_conflict_of_shared"]),
-    }
-
-
-def _most_changed_kind(difference: ModelDifference, row: str) -> str:
-    """The kind of a layer's tensors that changed most, and how much."""
-    found = {
-        kind: max(map(measures.relative_norm, range(len(difference.models))))
-        for (place, kind), measures in difference.cells.items()
-        if place == row and kind != row and measures.base_square
-    }
-    kind = max(found, key=lambda kind: found[kind], default="")
-    return f"{kind} {share_text(found[kind])}" if found.get(kind) else ""

@@ -180,17 +180,15 @@ class MergeConfig(_Flat):
         """
         values = read_file(path)
         if "experts" in values and "merge_method" not in values:
-            message = (
-                f"{path} is a config of mergekit-moe, which does not merge weights: use mergekit-moe for it"
-            )
-            raise MergeError(message, code="unsupported_config", path=str(path))
-        if ("method" in values) == ("merge_method" in values):
-            both = "method" in values
-            found = "both" if both else "neither"
+            message = f"{path} is a config of mergekit-moe, which does not merge weights: use mergekit-moe"
+            raise MergeError(f"{message} for it", code="unsupported_config", path=str(path))
+        ours, theirs = "method" in values, "merge_method" in values
+        if ours == theirs:
+            found, code = ("both", "conflicting_options") if ours else ("neither", "missing_key")
             message = f"{path} needs the key method, or merge_method of mergekit, and has {found}"
-            raise refusal("conflicting_options" if both else "missing_key", "method", message)
+            raise refusal(code, "method", message)
         with readable(f"config {path}"):
-            return (cls.from_dict if "method" in values else cls.from_mergekit)(values, str(path))
+            return (cls.from_dict if ours else cls.from_mergekit)(values, str(path))
 
     @classmethod
     def from_mergekit(cls, values: Any, where: str = "config") -> MergeConfig:
@@ -335,11 +333,8 @@ class MergeConfig(_Flat):
             if not required and part.base is not None:
                 yield "repeated_model", key, f"{key} has a base, but {self.method} uses none; leave it out"
             elif required and len(bases) != 1:
-                yield (
-                    "repeated_model",
-                    key,
-                    f"{key}.sources lists the base {base} {len(bases)} times; once is needed",
-                )
+                found = f"{key}.sources lists the base {base} {len(bases)} times; once is needed"
+                yield "repeated_model", key, found
             elif required and bases[0].parameters:
                 yield "repeated_model", key, f"{key} gives the base {base} parameters, which it cannot use"
             if len({source.layers[1] - source.layers[0] for source in part.sources}) > 1:

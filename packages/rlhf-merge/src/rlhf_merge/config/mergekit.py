@@ -161,9 +161,8 @@ def _base(file: _File) -> str | None:
         return file.base_model
     bases = [part.base_model for part in file.slices or []]
     if not bases or None in bases:
-        raise refusal(
-            "missing_value", "base_model", f"base_model is missing, which {file.merge_method} needs"
-        )
+        message = f"base_model is missing, which {file.merge_method} needs"
+        raise refusal("missing_value", "base_model", message)
     return bases[0]
 
 

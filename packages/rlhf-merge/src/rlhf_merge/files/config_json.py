@@ -160,9 +160,8 @@ def output_config(
         _put(sections, ("vocab_size",), vocab_size)
     if layer_sources is not None:
         if config.get("is_encoder_decoder"):
-            raise _unsupported(
-                "is_encoder_decoder", "slices need one stack of layers, not an encoder-decoder"
-            )
+            message = "slices need one stack of layers, not an encoder-decoder"
+            raise _unsupported("is_encoder_decoder", message)
         for section in sections:
             _move_layers(section, layer_sources)
         _put(sections, _LAYERS, len(layer_sources))
@@ -229,9 +228,8 @@ def _move_kinds(section: Config, key: str, value: int, sources: Sequence[int]) -
         kept = value < 2 or _PERIODS[key] in section
         for place, source in enumerate(sources):
             if not kept and place % value != source % value:
-                raise _unsupported(
-                    key, f"{said}, but the slices put layer {source} at {place}; keep kinds in order"
-                )
+                said += f", but the slices put layer {source} at {place}; keep kinds in order"
+                raise _unsupported(key, said)
         return
     if key == "max_window_layers" and (not section.get("use_sliding_window") or "layer_types" in section):
         return

@@ -124,10 +124,8 @@ def _checksums(listed: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, how: str) -> MergeError:
     """The error for a file of a damaged model."""
-    message = (
-        f"{path} {how}; restore the model or train it again, or delete {_CHECKSUMS} if the change was meant."
-    )
-    return MergeError(message, code="damaged_model", path=str(path))
+    advice = f"restore the model or train it again, or delete {_CHECKSUMS} if the change was meant"
+    return MergeError(f"{path} {how}; {advice}.", code="damaged_model", path=str(path))
 
 
 def inside(folder: Path, path: Path) -> Path:

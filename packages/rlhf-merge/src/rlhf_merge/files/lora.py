@@ -196,10 +196,9 @@ class _Adapter:
         for name in unknown:
             # peft saves the output layer beside a resized embedding even where the two are one.
             if not any(same_values(whole[name], tensor) for tensor in replaced):
-                held = f"{self._where} holds {name!r}, which is neither a LoRA weight nor in the base"
-                raise MergeError(
-                    f"{held}; {_GIVE_ITS_BASE}, {_MERGE_FIRST}", code="unexpected_tensor", tensor=name
-                )
+                held = f"{self._where} holds {name!r}, which is neither a LoRA weight nor in the base; "
+                held += f"{_GIVE_ITS_BASE}, {_MERGE_FIRST}"
+                raise MergeError(held, code="unexpected_tensor", tensor=name)
         return result
 
     def update(
@@ -213,10 +212,8 @@ class _Adapter:
             raise ValueError(f"it holds {held} of {module!r} without lora_A and lora_B")
         a, b = (parts[part] for part in pair)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
-            raise ValueError(
-                f"lora_A {list(a.shape)} and lora_B {list(b.shape)} of {module!r} are not (r, inputs) and "
-                "(outputs, r): if they are empty, gather the weights before saving"
-            )
+            held = f"lora_A {list(a.shape)} and lora_B {list(b.shape)} of {module!r} are not (r, inputs) and "
+            raise ValueError(f"{held}(outputs, r): if they are empty, gather the weights before saving")
         delta = (b.shape[0], a.shape[1])
         transposed = embedding or shape != delta
         if shape != (delta[::-1] if transposed else delta):

@@ -200,9 +200,8 @@ def _load(path: Path, device: str) -> dict[str, Tensor]:
             content = torch.load(str(path), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         found = f"{path} is damaged or its pickle asks for more than tensors ({_reason(error)}), and is not "
-        raise MergeError(
-            f"{found}run: get the model as safetensors.", code="damaged_file", path=str(path)
-        ) from None
+        found += "run: get the model as safetensors."
+        raise MergeError(found, code="damaged_file", path=str(path)) from None
     except Exception as error:  # what torch raises over damaged bytes differs between its versions
         found = f"{path} cannot be read as a file of torch.save ({_reason(error)}); copy it again."
         raise MergeError(found, code="damaged_file", path=str(path)) from None

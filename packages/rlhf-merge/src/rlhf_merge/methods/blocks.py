@@ -161,16 +161,10 @@ class Inputs:
             place = tuple(int(i) for i in np.unravel_index(first, self.shape))
             number = next(i for i, one in enumerate(self.all) if one is tensor)
             model = self.labels[number] if self.labels else f"input {number}"
-            message = (
-                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; repair it, or "
-            )
-            raise MergeError(
-                f"{message}leave the model out",
-                code="non_finite_value",
-                model=model,
-                tensor=self.name,
-                index=place,
-            )
+            message = f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; "
+            message += "repair it, or leave the model out"
+            fields = {"model": model, "tensor": self.name, "index": place}
+            raise MergeError(message, code="non_finite_value", **fields)
         return out
 
 
@@ -180,10 +174,8 @@ def check_range(merged: Tensor, dtype: torch.dtype, name: str) -> None:
     low, high = (float(value) for value in torch.aminmax(merged)) if merged.numel() else (0.0, 0.0)
     if not (-limit <= low and high <= limit):
         kind = str(dtype).removeprefix("torch.")
-        message = (
-            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype"
-        )
-        raise MergeError(message, code="overflow", tensor=name)
+        found = f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can"
+        raise MergeError(f"{found}; choose a wider dtype", code="overflow", tensor=name)
 
 
 def called(name: str) -> str:

@@ -140,12 +140,7 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "rescale": Parameter(True, "divide what is kept by the probability to keep it"),
     "sign": Parameter("mass", "how the sign of an element is elected", choices=("mass", "count")),
-    "t": Parameter(
-        0.5,
-        "how far to go from the first model to the second, or an element may move",
-        0.0,
-        1.0,
-    ),
+    "t": Parameter(0.5, "how far to go from the first model to the second, or an element may move", 0.0, 1.0),
 }
 """Every parameter of every method: those that families share, then each family's own `PARAMETERS`. A method
 may have another default."""
@@ -162,18 +157,15 @@ def check_values(name: str, method: Method, values: Values, place: str) -> None:
         if total <= 1e-9 * sizes:
             listed = ", ".join(f"{weight:g}" for weight in weights)
             advice = " or set normalize: false" if "normalize" in method.parameters else ""
-            message = (
-                f"the weights {listed} {place} sum to zero, and {name} divides by it; change one{advice}"
-            )
-            raise MergeError(message, code="weights_sum_to_zero")
+            message = f"the weights {listed} {place} sum to zero, and {name} divides by it; change one"
+            raise MergeError(message + advice, code="weights_sum_to_zero")
     for own in values.per_model if "epsilon" in method.parameters else ():
         density, epsilon = own["density"], own["epsilon"]
         # 1e-9 is for sums such as 0.9 + 0.1 that rounding may put above one.
         if density < 1 and (density - epsilon <= 0 or density + epsilon > 1 + 1e-9):
             message = f"density {density:g} and epsilon {epsilon:g} {place}: {name} keeps elements with "
-            message += (
-                "probabilities of density ± epsilon, expected in (0, 1]; make epsilon smaller or density 1"
-            )
+            message += "probabilities of density ± epsilon, expected in (0, 1]; "
+            message += "make epsilon smaller or density 1"
             raise MergeError(message, code="invalid_keep_probability")
     if method.divides and min(weights) < 0:
         message = f"{name} needs weights >= 0, and one is {min(weights):g} {place}; change it"

@@ -17,7 +17,7 @@ from rlhf_merge.errors import MergeError, readable
 from rlhf_merge.files.checkpoint import Checkpoint
 from rlhf_merge.files.config_json import tied
 from rlhf_merge.methods.blocks import Readable, same_values
-from rlhf_merge.names import EMBEDDINGS, endings, ends_with, layer_name, missing
+from rlhf_merge.names import EMBEDDINGS, check_present, endings, ends_with, layer_name
 
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.masked_bias|(^|\.)h\.\d+\.attn\.bias|(^|\.)(position|token_type)_ids)$"
@@ -174,12 +174,13 @@ def _match_heads(tensors: Models, checkpoints: Mapping[str, Checkpoint]) -> dict
             heads[spec] = head
     if not heads or len(heads) == len(tensors):
         return {}
+    head, lacking = next(iter(heads.values())), [spec for spec in tensors if spec not in heads]
     lent = {}
-    owner, head = next(iter(heads.items()))
-    for spec in [spec for spec in tensors if spec not in heads]:
+    for spec in lacking:
         embedding = next((name for name in tensors[spec] if ends_with(name, EMBEDDINGS)), None)
-        if embedding is None or not tied(checkpoints[spec].config, has_head=False):
-            raise missing(head, spec, owner)
-        tensors[spec][head] = tensors[spec][embedding]
-        lent[spec] = head
-    return lent
+        if embedding is not None and tied(checkpoints[spec].config, has_head=False):
+            lent[spec] = {head: tensors[spec][embedding]}
+    check_present([head], [spec for spec in lacking if spec not in lent], tensors)
+    for spec, added in lent.items():
+        tensors[spec] |= added
+    return dict.fromkeys(lent, head)

@@ -18,9 +18,8 @@ from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.writer import check_output, explained, locked, write_json
 from rlhf_merge.methods.blocks import Begin, OnBytes
-from rlhf_merge.run.engine import Resources
 from rlhf_merge.run.matching import uneven
-from rlhf_merge.run.merger import MergeResult, ModelMerger
+from rlhf_merge.run.merger import MergeResult, ModelMerger, Resources
 
 Evaluate = Callable[[Path], float]
 """Scores the model in a folder."""

@@ -108,10 +108,8 @@ def _union(models: Sequence[ModelVocab], reference: int) -> Alignment:
             message = f"{found}, such as {regular!r}; {advice}"
             raise MergeError(message, code="different_tokenizers", model=model.label)
         if lacking and not table.fast:
-            message = (
-                f"{target.label} has no tokenizer.json to append tokens to; save a fast one, or {advice}"
-            )
-            raise MergeError(message, code="tokenizer_not_fast", model=target.label)
+            message = f"{target.label} has no tokenizer.json to append tokens to; save a fast one, or "
+            raise MergeError(message + advice, code="tokenizer_not_fast", model=target.label)
         # The tokenizers library numbers an appended token by the count of tokens, whatever id its file gives.
         if lacking and not added and set(table.ids.values()) != set(range(len(table.ids))):
             found = f"the tokens of {target.label} do not have the ids 0 to {len(table.ids) - 1}"

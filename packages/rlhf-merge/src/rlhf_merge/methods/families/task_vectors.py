@@ -10,8 +10,8 @@ from rlhf_merge.methods.spec import Method, Numbers, Parameter, Scalar, Step, Va
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_merge.methods.arithmetic import Sparsify
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.sparsify import Sparsify
 
 Sign = Literal["mass", "count"]
 
@@ -192,15 +192,20 @@ def breadcrumbs(
 
 
 def _fit_whole(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    from rlhf_merge.methods.combine import sum_task_vectors
+    from rlhf_merge.methods.arithmetic import sum_task_vectors
 
     return sum_task_vectors(inputs, values, [None] * len(inputs.models))
 
 
 def _fit_trimmed(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """Without the smallest elements and, where there is a gamma, without the largest."""
-    from rlhf_merge.methods.combine import sum_task_vectors, task_vector_magnitudes
-    from rlhf_merge.methods.sparsify import kept_count, share_count, trim
+    from rlhf_merge.methods.arithmetic import (
+        kept_count,
+        share_count,
+        sum_task_vectors,
+        task_vector_magnitudes,
+        trim,
+    )
 
     wanted: list[list[int]] = []
     for own in values.per_model:
@@ -214,8 +219,7 @@ def _fit_trimmed(inputs: Inputs, values: Values, space: Workspace) -> Step:
 
 def _fit_random(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """With elements dropped at random; where there is an epsilon, small ones of a row more often."""
-    from rlhf_merge.methods.combine import sum_task_vectors
-    from rlhf_merge.methods.sparsify import MaskBits, random_drop, rank_drop
+    from rlhf_merge.methods.arithmetic import MaskBits, random_drop, rank_drop, sum_task_vectors
 
     row, rescale = inputs.shape[-1] if inputs.shape else 1, bool(values.shared["rescale"])
     drops: list[Sparsify | None] = []

@@ -1,23 +1,20 @@
-"""Sparsification of task vectors: by magnitude, at random, or at random by magnitude rank in a row.
-
-The k-th largest magnitude of a streamed tensor is found exactly, in memory that does not grow with it:
-floating-point numbers without a sign are ordered as their bit patterns are. A histogram of the highest 15
-bits finds the bin of the k-th largest; histograms of the next 16 bits, of the elements in that bin alone,
-refine it. That is two passes over float32 and four over float64, whatever the values, and no sorting.
-"""
+"""Arithmetic on one tensor of the models, block by block: task vectors made sparse, sums, scalar products."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_merge.methods.blocks import Workspace
+from rlhf_merge.methods.blocks import Inputs, Workspace
+from rlhf_merge.methods.spec import Step, Values
 
+Vector = Matrix = NDArray[np.float64]
 LEVELS = 1 << 16
 """Probabilities are multiples of 1/65536: what is kept is divided by the exact probability to keep it."""
 _HIGH_BITS, _LOW_BITS = 15, 16
@@ -25,6 +22,139 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 Sparsify = Callable[[Tensor, Workspace], None]
 """Sets elements of a block of a task vector to zero and rescales others, in place; blocks come in order."""
+
+_PIECE = 4096
+"""Elements whose products are summed in the type of the arithmetic: in float32, sums over a whole block were
+found wrong by 7e-6 of themselves, and so by 3e-8, in the same time."""
+
+
+def combine(inputs: Inputs, coefficients: Sequence[float] | Vector) -> Step:
+    """Σ cᵢ xᵢ, or base + Σ cᵢ (xᵢ - base).
+
+    Sums of models are taken as the model with the largest coefficient plus differences to it, so that equal
+    models merge to themselves to the bit where the coefficients sum to 1; a coefficient of 0 leaves no
+    trace.
+    """
+    values = tuple(float(value) for value in coefficients)
+    used = [index for index, value in enumerate(values) if value]
+    origin, total = inputs.base, 1.0
+    if origin is None:
+        largest = max(used, key=lambda index: abs(values[index]), default=0)
+        origin, total = inputs.models[largest], sum(values)
+        used = [index for index in used if index != largest]
+        total = 1.0 if abs(total - 1) < 1e-12 else total
+
+    def merge(start: int, stop: int, space: Workspace) -> Tensor:
+        size = stop - start
+        anchor = inputs.read(origin, start, stop, space.take("base", size))
+        out = torch.mul(anchor, total, out=space.take("out", size))
+        for index in used:
+            other = inputs.read(inputs.models[index], start, stop, space.take("model", size))
+            out.sub_(torch.sub(anchor, other, out=other), alpha=values[index])
+        return out
+
+    return Step(merge, values)
+
+
+def sum_task_vectors(
+    inputs: Inputs, values: Values, sparsify: Sequence[Sparsify | None], row_length: int = 1
+) -> Step:
+    """θ₀ + λ · merged task vectors, each made sparse where `sparsify` has something for that.
+
+    The inputs have a base. Signs are elected, as TIES does, where the values have a sign, mass or count.
+    """
+    weights, sign = values.of("weight"), values.shared.get("sign")
+    normalize, factor = bool(values.shared["normalize"]), float(values.shared["lambda"])
+    coefficients = [factor * weight for weight in weights]
+    if normalize and sign is None:
+        total = sum(weights)
+        factor, coefficients = factor / total, [value / total for value in coefficients]
+
+    def deltas(base: Tensor, start: int, stop: int, space: Workspace) -> Iterator[tuple[float, Tensor]]:
+        """Every weight that is not 0, with its sparse and weighted task vector, negated.
+
+        What is subtracted from the base in the end is +0 where models are equal, and leaves a -0 as it is.
+        """
+        for index, weight in enumerate(weights):
+            if not weight:
+                continue
+            buffer = space.take("model" if sign is None else f"delta {index}", stop - start)
+            delta = torch.sub(base, inputs.read(inputs.models[index], start, stop, buffer), out=buffer)
+            make_sparse = sparsify[index]
+            if make_sparse is not None:
+                make_sparse(delta, space)
+            yield weight, delta.mul_(weight)
+
+    def merge(start: int, stop: int, space: Workspace) -> Tensor:
+        base = inputs.read(inputs.base, start, stop, space.take("base", stop - start))
+        change = space.take("out", stop - start).zero_()
+        if sign is not None:
+            _elect(change, list(deltas(base, start, stop, space)), space, sign == "mass", normalize)
+        else:
+            for _, delta in deltas(base, start, stop, space):
+                change.add_(delta)
+        return torch.sub(base, change.mul_(factor), out=change)
+
+    return Step(merge, tuple(coefficients), row_length)
+
+
+def _elect(
+    change: Tensor, deltas: list[tuple[float, Tensor]], space: Workspace, mass: bool, normalize: bool
+) -> None:
+    """Add up the elements that have the elected sign; where no sign wins, none."""
+    scratch = space.take("model", change.numel())
+    votes = space.take("votes", change.numel()).zero_()
+    for _, delta in deltas:
+        votes.add_(delta if mass else torch.sign(delta, out=scratch))
+    votes.sign_()
+    divisor = space.take("divisor", change.numel()).zero_() if normalize else None
+    for weight, delta in deltas:
+        agreeing = delta.mul_(votes).relu_()
+        change.add_(agreeing)
+        if divisor is not None:
+            divisor.add_(torch.sign(agreeing, out=scratch), alpha=abs(weight))
+    if divisor is not None:
+        change.div_(divisor.clamp_(min=torch.finfo(change.dtype).tiny))
+    change.mul_(votes)
+
+
+def gram(inputs: Inputs, space: Workspace) -> Matrix:
+    """Scalar products (n, n) of the models or, with a base, of the task vectors, summed in float64."""
+    count = len(inputs.models)
+    total = np.zeros((count, count))
+    for start, stop in inputs.ranges():
+        rows = space.take_rows("rows", count, stop - start)
+        for row, model in zip(rows, inputs.models, strict=True):
+            inputs.read(model, start, stop, row)
+        if inputs.base is not None:
+            rows.sub_(inputs.read(inputs.base, start, stop, space.take("base", stop - start)))
+        total += products(rows)
+    return total
+
+
+def products(rows: Tensor) -> Matrix:
+    """Scalar products (n, n) of rows, in float64 where float32 cannot hold them."""
+    whole = rows.shape[1] // _PIECE * _PIECE
+    pieces = rows[:, :whole].unflatten(1, (-1, _PIECE)).transpose(0, 1)
+    rest = rows[:, whole:]
+    found = torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=torch.float64) + (rest @ rest.T)
+    return found.numpy() if bool(found.isfinite().all()) else (rows.double() @ rows.double().T).numpy()
+
+
+def task_vector_magnitudes(
+    inputs: Inputs, space: Workspace, ranks: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """The k-th largest magnitudes of the task vectors."""
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        for start, stop in inputs.ranges():
+            base = inputs.read(inputs.base, start, stop, space.take("base", stop - start))
+            for index, model in enumerate(inputs.models):
+                if ranks[index]:
+                    delta = inputs.read(model, start, stop, space.take("model", stop - start))
+                    yield index, delta.sub_(base).abs_()
+
+    return largest_magnitudes(blocks, ranks, space.dtype) if any(ranks) else [[] for _ in ranks]
 
 
 def trim(low: float, high: float = math.inf) -> Sparsify:
@@ -137,6 +267,11 @@ def largest_magnitudes(
     dtype: torch.dtype = torch.float32,
 ) -> list[list[float]]:
     """The k-th largest magnitudes of several streamed tensors, for each tensor in the order of its k's.
+
+    They are found exactly, in memory that does not grow with the tensors: floating-point numbers without a
+    sign are ordered as their bit patterns are. A histogram of the highest 15 bits finds the bin of the k-th
+    largest; histograms of the next 16 bits, of the elements in that bin alone, refine it. That is two passes
+    over float32 and four over float64, whatever the values, and no sorting.
 
     `blocks` streams the magnitudes, float32 or float64, each block with the number of its tensor, at every
     pass. `ranks` are the k's of each tensor.
