@@ -93,9 +93,10 @@ def cook_soup(
 
     with _progress(console, "soup") as begin:
         if evaluate is None:
-            with closing(ModelMerger(soup.config, resources=soup.resources).plan()) as plan:
-                on_bytes = begin(plan.bytes_read + plan.bytes_written)
-            result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
+            merger = ModelMerger(soup.config, resources=soup.resources)
+            plan = merger.plan()
+            on_bytes = begin(plan.bytes_read + plan.bytes_written)
+            result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)
             said = f"uniform soup of {len(models)} models: {result.folder}"
         else:
             higher = not lower_is_better

@@ -99,31 +99,27 @@ def read_tokens(folder: Path) -> TokenTable | None:
     vocabulary of a SentencePiece or tiktoken file alone is not read.
     """
     with readable(f"the tokenizer in {folder}"):
-        fast, vocab_json, vocab_txt = (
-            is_file(folder / name) for name in ("tokenizer.json", "vocab.json", "vocab.txt")
-        )
-        if fast:
-            content = read_json(folder / "tokenizer.json")
+        names = (name for name in ("tokenizer.json", "vocab.json", "vocab.txt") if is_file(folder / name))
+        found = next(names, None)
+        if found is None:
+            return None
+        if found == "tokenizer.json":
+            content = read_json(folder / found)
             ids = _model_ids(content.get("model"), folder)
             added = {token["content"]: token for token in content.get("added_tokens") or ()}
-        elif vocab_json:
-            ids, added = (
-                _model_ids({"vocab": read_json(folder / "vocab.json")}, folder),
-                _listed_beside(folder),
-            )
-        elif vocab_txt:
-            # Split at line feeds alone: other line separators of Unicode are tokens of some vocabularies.
-            lines = (folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-            ids, added = {token: i for i, token in enumerate(lines)}, _listed_beside(folder)
+        elif found == "vocab.json":
+            ids, added = _model_ids({"vocab": read_json(folder / found)}, folder), _listed_beside(folder)
         else:
-            return None
+            # Split at line feeds alone: other line separators of Unicode are tokens of some vocabularies.
+            lines = (folder / found).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            ids, added = {token: i for i, token in enumerate(lines)}, _listed_beside(folder)
         for text, token in added.items():
             # The tokenizers library gives an added token the id of its text in the vocabulary, if it has one.
             ids.setdefault(text, token["id"])
         for token, i in ids.items():
             if not isinstance(token, str) or type(i) is not int or not 0 <= i < _MOST_IDS:
                 raise ValueError(f"token {token!r} has the id {i!r}")
-        return TokenTable(ids, added, fast)
+        return TokenTable(ids, added, found == "tokenizer.json")
 
 
 def _model_ids(model: Any, folder: Path) -> dict[str, int]:

@@ -24,9 +24,6 @@ from rlhf_merge.run.merger import MergeResult, ModelMerger, Resources
 Evaluate = Callable[[Path], float]
 """Scores the model in a folder."""
 
-OnMerge = Begin
-"""Called with the bytes of a merge as it begins; what it returns is called with the bytes that are done."""
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -101,7 +98,7 @@ class ModelSoup:
         higher_is_better: bool = True,
         restart: bool = False,
         on_trial: Callable[[Trial], None] | None = None,
-        on_merge: OnMerge | None = None,
+        on_merge: Begin | None = None,
     ) -> SoupResult:
         """The greedy soup (section 2, recipe 1).
 
@@ -116,7 +113,8 @@ class ModelSoup:
             higher_is_better: whether a greater score is a better one.
             restart: discard what an interrupted soup left, its scores too.
             on_trial: called with every score.
-            on_merge: see `OnMerge`.
+            on_merge: called with the bytes of a merge as it begins; what it returns is called with the bytes
+                that are done.
 
         Raises:
             MergeError: the command fails or prints no number, a score is not finite, or see
@@ -177,7 +175,7 @@ class _Scores:
     """Scores models and soups once each; those that a command gave are remembered on disk, beside `out`."""
 
     def __init__(
-        self, soup: ModelSoup, out: Path, evaluate: Evaluate | str, on_merge: OnMerge | None, restart: bool
+        self, soup: ModelSoup, out: Path, evaluate: Evaluate | str, on_merge: Begin | None, restart: bool
     ):
         self._soup, self._on_merge = soup, on_merge
         command = evaluate if isinstance(evaluate, str) else ""

@@ -60,14 +60,13 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
                 found = f"{tensor} has {first.rows} rows in {first.label} but {other.rows} in {other.label}"
                 message = f"{found}; use {union}--vocab truncate (the first {fewest}, which all models have)"
                 raise MergeError(message, code="different_row_counts", tensor=tensor)
-        _check_tokens(models, reference, base.rows)
-        return Alignment(base.rows, (None,) * len(models), reference)
-    if mode == "truncate":
+    if mode in (None, "truncate"):
         _check_tokens(models, reference, fewest)
         indexes = tuple(None if model.rows == fewest else np.arange(fewest) for model in models)
         # Of the models with the fewest rows, one with a tokenizer, and the reference rather than another.
         few = [i for i, model in enumerate(models) if model.rows == fewest]
-        return Alignment(fewest, indexes, min(few, key=lambda i: (models[i].tokens is None, i != reference)))
+        lender = min(few, key=lambda i: (models[i].tokens is None, i != reference))
+        return Alignment(fewest, indexes, reference if mode is None else lender)
     if mode == "union":
         return _union(models, reference)
     labels = [model.label for model in models]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_merge.methods.spec import Method, Numbers, Parameter, Step, Values, merge
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rlhf_merge.methods.arithmetic import Matrix, Vector
     from rlhf_merge.methods.blocks import Inputs, Workspace
+    from rlhf_merge.methods.spec import Fit
 
 _LINEAR_COSINE = 0.9995
 """SLERP takes a straight line where the cosine is beyond this, as the implementations of it in use do."""
@@ -99,26 +100,15 @@ def model_stock(base: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return merge("model_stock", base, tensors, {})
 
 
-def _fit_slerp(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    from rlhf_merge.methods.arithmetic import combine, gram
+def _fit_by_angles(coefficients: Callable[[Matrix, Values], Vector]) -> Fit:
+    """A combination whose coefficients follow from the tensors' scalar products."""
 
-    return combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])))
+    def fit(inputs: Inputs, values: Values, space: Workspace) -> Step:
+        from rlhf_merge.methods.arithmetic import combine, gram
 
+        return combine(inputs, coefficients(gram(inputs, space), values))
 
-def _fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    import numpy as np
-
-    from rlhf_merge.methods.arithmetic import combine, gram
-
-    limits = int(values.shared["max_iter"]), float(values.shared["tol"])
-    weights = np.array(values.of("weight"))
-    return combine(inputs, spherical_mean_coefficients(gram(inputs, space), weights, *limits))
-
-
-def _fit_model_stock(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    from rlhf_merge.methods.arithmetic import combine, gram
-
-    return combine(inputs, model_stock_coefficients(gram(inputs, space)))
+    return fit
 
 
 def slerp_coefficients(gram: Matrix, t: float) -> Vector:
@@ -138,7 +128,9 @@ def slerp_coefficients(gram: Matrix, t: float) -> Vector:
     return np.array([math.sin((1 - t) * angle), math.sin(t * angle)]) / math.sin(angle)
 
 
-def spherical_mean_coefficients(gram: Matrix, weights: Vector, max_iter: int, tol: float) -> Vector:
+def spherical_mean_coefficients(
+    gram: Matrix, weights: Sequence[float] | Vector, max_iter: int, tol: float
+) -> Vector:
     """How much of each tensor the Karcher mean of their directions takes, at their mean length.
 
     The mean m of the unit vectors u_i minimises Σ αᵢ arccos²(m·uᵢ). It is found by the iteration
@@ -153,7 +145,7 @@ def spherical_mean_coefficients(gram: Matrix, weights: Vector, max_iter: int, to
     """
     import numpy as np
 
-    lengths = np.sqrt(np.diag(gram))
+    lengths, weights = np.sqrt(np.diag(gram)), np.asarray(weights)
     used = (lengths > 0) & (weights > 0)
     coefficients = np.zeros(len(weights))
     if not used.any():
@@ -225,7 +217,7 @@ METHODS = {
         "SLERP",
         "along the great circle from the first model to the second",
         {"t": 0.5},
-        _fit_slerp,
+        _fit_by_angles(lambda gram, values: slerp_coefficients(gram, float(values.shared["t"]))),
         base="optional",
         models=(2, 2),
         paper="doi:10.1145/325165.325242",
@@ -236,7 +228,11 @@ METHODS = {
         "Spherical mean",
         "SLERP for any number of models: the Karcher mean of their directions",
         {"weight": 1.0, "max_iter": 10, "tol": 1e-5},
-        _fit_karcher,
+        _fit_by_angles(
+            lambda gram, values: spherical_mean_coefficients(
+                gram, values.of("weight"), int(values.shared["max_iter"]), float(values.shared["tol"])
+            )
+        ),
         base="optional",
         paper="arXiv:2603.04972",
         passes=2,
@@ -247,7 +243,7 @@ METHODS = {
         "Model Stock",
         "from the base towards the mean of the models, as far as their angles say",
         {},
-        _fit_model_stock,
+        _fit_by_angles(lambda gram, values: model_stock_coefficients(gram)),
         models=(2, None),
         paper="arXiv:2403.19522",
         passes=2,
