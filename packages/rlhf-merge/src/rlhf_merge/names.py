@@ -161,11 +161,9 @@ def place_tensors(names: Iterable[str]) -> dict[str, Place]:
     places = {}
     for name, layer in found.items():
         if layer is not None:
-            row, position = (
-                f"{labels[layer.stack]} {layer.layer}",
-                (1, stacks.index(layer.stack), layer.layer),
-            )
-            places[name] = Place(row.strip(), _kind_in_layer(layer), True, position)
+            row = f"{labels[layer.stack]} {layer.layer}".strip()
+            position = (1, stacks.index(layer.stack), layer.layer)
+            places[name] = Place(row, _kind_in_layer(layer), True, position)
             continue
         kinds = ((NORM, _NORM), (HEAD, _HEAD), (EMBEDDING, _EMBEDDING))
         row = next((kind for kind, pattern in kinds if pattern.search(name)), OTHER)

@@ -225,13 +225,12 @@ def _fit_random(inputs: Inputs, values: Values, space: Workspace) -> Step:
     drops: list[Sparsify | None] = []
     for index, own in enumerate(values.per_model):
         bits, density = MaskBits(inputs.seed, inputs.name, index), own["density"]
-        ranked = "epsilon" in own
-        drop = (
-            rank_drop(bits, density, own["epsilon"], rescale, row)
-            if ranked
-            else random_drop(bits, density, rescale)
-        )
-        drops.append(drop if density < 1 else None)
+        if density == 1:
+            drops.append(None)
+        elif "epsilon" in own:
+            drops.append(rank_drop(bits, density, own["epsilon"], rescale, row))
+        else:
+            drops.append(random_drop(bits, density, rescale))
     row_wise = any("epsilon" in own for own in values.per_model)
     return sum_task_vectors(inputs, values, drops, row_length=max(1, row) if row_wise else 1)
 
