@@ -38,16 +38,6 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class TensorDifference:
-    """One tensor of numbers with a fraction; `shape` is that of what was compared."""
-
-    name: str
-    place: Place
-    shape: tuple[int, ...]
-    measures: Measures
-
-
-@dataclass(frozen=True)
 class Measures:
     """Sums and counts over the elements of some tensors, for a base and n models.
 
@@ -161,6 +151,16 @@ def _compare_signs(rows: NDArray[Any], thresholds: Sequence[float]) -> tuple[Cou
 
 def _share(part: float, whole: float) -> float | None:
     return float(part) / float(whole) if whole else None
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor of numbers with a fraction; `shape` is that of what was compared."""
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    measures: Measures
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,53 @@ from rlhf_merge.run.card import write_card
 from rlhf_merge.run.matching import without
 from rlhf_merge.run.plan import MergePlan, TensorJob, make_jobs, make_plan
 
+_LOADED_LATER = 24_000_000
+"""Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
+first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
+
+Write = Callable[[str, int, Tensor], None]
+"""Takes a piece of a tensor, by its name, from an element on; called from any thread."""
+Note = Callable[[dict[str, tuple[float, ...]]], None]
+"""Takes the coefficients of the tensors that were finished since the last call; called every few seconds."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Resources that a merge may use.
+
+    Args:
+        threads: number of threads; None is one for each processor this process may use.
+        max_memory: bytes that the whole process may take; None sets no bound.
+    """
+
+    threads: int | None = None
+    max_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                message = f"{name} must be at least 1, got {value}; leave it out to set no bound"
+                raise MergeError(message, code="invalid_value", key=name)
+
+    def threads_for(self, plan: MergePlan) -> int:
+        """The number of threads whose buffers the memory allows.
+
+        Raises:
+            MergeError: not even those of one.
+        """
+        wanted = self.threads or processors()
+        if self.max_memory is None:
+            return wanted
+        taken, each = expected_bytes(plan, 0), plan.bytes_per_thread
+        fitting = (self.max_memory - taken) // max(1, each)
+        if fitting < 1:
+            least = math.ceil((taken + each) / 1e6)
+            message = f"--max-memory allows {self.max_memory // 10**6} MB, Python with torch takes "
+            message += f"{taken / 1e6:.0f} MB and one thread {each / 1e6:.0f} MB; allow at least {least} MB"
+            raise MergeError(message, code="max_memory_too_small", least=least * 10**6)
+        return min(wanted, fitting)
+
 
 @dataclass(frozen=True)
 class MergeResult:
@@ -234,55 +281,6 @@ def layer_wise_interpolation(
         weights = [1 - float(share), float(share)]
         result[name] = linear([a, b], weights) if a.is_floating_point() else a.clone()
     return result
-
-
-_LOADED_LATER = 24_000_000
-"""Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
-first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
-
-
-Write = Callable[[str, int, Tensor], None]
-"""Takes a piece of a tensor, by its name, from an element on; called from any thread."""
-Note = Callable[[dict[str, tuple[float, ...]]], None]
-"""Takes the coefficients of the tensors that were finished since the last call; called every few seconds."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Resources that a merge may use.
-
-    Args:
-        threads: number of threads; None is one for each processor this process may use.
-        max_memory: bytes that the whole process may take; None sets no bound.
-    """
-
-    threads: int | None = None
-    max_memory: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                message = f"{name} must be at least 1, got {value}; leave it out to set no bound"
-                raise MergeError(message, code="invalid_value", key=name)
-
-    def threads_for(self, plan: MergePlan) -> int:
-        """The number of threads whose buffers the memory allows.
-
-        Raises:
-            MergeError: not even those of one.
-        """
-        wanted = self.threads or processors()
-        if self.max_memory is None:
-            return wanted
-        taken, each = expected_bytes(plan, 0), plan.bytes_per_thread
-        fitting = (self.max_memory - taken) // max(1, each)
-        if fitting < 1:
-            least = math.ceil((taken + each) / 1e6)
-            message = f"--max-memory allows {self.max_memory // 10**6} MB, Python with torch takes "
-            message += f"{taken / 1e6:.0f} MB and one thread {each / 1e6:.0f} MB; allow at least {least} MB"
-            raise MergeError(message, code="max_memory_too_small", least=least * 10**6)
-        return min(wanted, fitting)
 
 
 def merge_tensors(
