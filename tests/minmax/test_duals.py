@@ -90,6 +90,12 @@ def test_log_never_changes_sign():
         assert state.multiplier > 0
 
 
+@pytest.mark.parametrize(("violation", "bound"), [(1.0, "maximum"), (0.0, "minimum")])
+def test_a_step_beyond_all_measure_ends_at_a_bound(violation, bound):
+    huge = settings("log", step_size=1e18)
+    assert update_multiplier(DualState(1.0), violation, huge).multiplier == getattr(huge, bound)
+
+
 def test_pid_starts_at_the_initial_multiplier_and_forgets_a_met_constraint():
     # Σ0 = λ0/α, so at v̄ = ε, where nothing is to be corrected, λ = α·Σ0 = λ0.
     state = update_multiplier(DualState(3.0, integral=3.0 / 0.5), 0.05, settings("pid"))

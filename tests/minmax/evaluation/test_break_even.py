@@ -185,6 +185,11 @@ def test_baited_stories_whose_rules_name_no_rival_are_left_out(make_game, script
         ({}, [1.0] * 10, [0.5] * 9 + [-0.1], 2 * 2 * 10 / 4.4),
         ({"w_reward": 2}, [0.6] * 8 + [2.6] * 2, [0.495] * 8 + [0.52] * 2, 10.1),
         ({}, [-1.0] * 10, [0.5] * 10, 1.0),  # nothing to outweigh: the reward model's weight
+        # So on average, but two of ten stories need 0.9 / 0.5 = 1.8, or 1.5 / 0.5 = 3, above twice 1.
+        ({}, [-1.0] * 8 + [0.9] * 2, [0.5] * 10, 1.818),
+        ({}, [-1.0] * 8 + [1.5] * 2, [0.5] * 10, 2.0),
+        # The judge prefers the wrong answer on one, the reward model the right one by more than twice that.
+        ({}, [-1.0] * 9 + [0.9], [-0.4] + [0.5] * 9, 1.818),
         ({}, [1.0] * 10, None, 1.0),
         ({"w_reward": 0}, [1.0] * 10, [0.5] * 10, 1.0),
     ],
@@ -219,13 +224,33 @@ def test_a_judge_that_learns_nothing_from_the_truth_is_refused_hope(game, script
     assert found.judge_reads is False and why_impossible(found, ReadRates(1, 1)) == [found.advice]
 
 
-@pytest.mark.parametrize("bait", [0.25, 1.0])
-def test_a_reward_model_without_a_flaw_leaves_nothing_to_outweigh(game, scripted, bait):
+def test_a_reward_model_that_is_right_on_average_may_still_be_outweighed(make_game, scripted):
+    """It likes the bait on a quarter of the stories: ΔR is 1.2 there and -1 elsewhere, -0.45 on average."""
+    scripted(lambda prompt, sample: " nothing")
+    pipeline, stories = make_game()
+    records = [record for record in stories.train if stories.prompts.rules.rival(record)][:16]
+    reward = FakeReward(records, stories.prompts, bait=0.0)
+    flawed = FakeReward(records, stories.prompts, bait=2.2)
+    flaws = {stories.prompts.policy(record) for record in records[:4]}
+    reward._one = lambda prompt, text: FakeReward._one(flawed if prompt in flaws else reward, prompt, text)
+    game = replace(pipeline, reward_model=reward, judge=FakeJudge(0.9))
+    found = measure_break_even(game, records, seed=0)
+    assert found.delta_reward == pytest.approx(-0.45)
+    # Truthful critiques are worth 0.8, so truth pays on all stories from 1.2 / 0.8 on, and 1% above that.
+    assert found.w_judge == pytest.approx(1.01 * 1.5)
+    assert (found.pays_start, found.pays_truthful) == (0.75, 1.0)
+    assert "only a better monitor" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("bait", "said"), [(0.25, "already prefers right answers"), (1.0, "only a better monitor makes it pay")]
+)
+def test_a_reward_model_without_a_flaw_leaves_nothing_to_outweigh(game, scripted, bait, said):
     scripted(lambda prompt, sample: " nothing")
     found = check(*game, bait=bait, believed=0.9)
     assert found.delta_reward == bait - 1
     assert found.break_even_truthful == 0.0 and found.w_judge == 1.0
-    assert "already prefers right answers" in found.advice
+    assert said in found.advice
 
 
 def test_where_no_bait_is_planted_the_wrong_answer_is_the_reward_models_favourite(game, scripted):

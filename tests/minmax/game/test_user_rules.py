@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_data import RunFolder, import_object
-from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, load_stories
-from rlhf_minmax.game.user_rules import UserRules
+from rlhf_data import QARecord, RunFolder, import_object
+from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, TextRules, load_stories
+from rlhf_minmax.game.user_rules import UserRules, check_consistent
 
 ROW = {"story": "Tom went home. It rained.", "question": "Who?", "choices": ["Ann", "Tom"], "answer": "Tom"}
 MINE = """
@@ -172,6 +172,20 @@ def test_rules_that_contradict_themselves_are_refused_by_row(
     job = MinMaxJob(make_config(), RunFolder.create(str(tmp_path / "run"), job="x"), stories=stories)
     with raises_error("inconsistent_rules", method=method):
         job.play()
+
+
+def test_refutes_which_may_run_a_program_is_asked_about_some_rows_only() -> None:
+    asked: list[int] = []
+
+    class Counting(TextRules):
+        def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
+            asked.append(int(record.question))
+            return False
+
+    story = "Tom went home. It rained."
+    rows = [QARecord(story, str(i), ("Tom", "Ann"), 0, evidence="Tom went home.") for i in range(960)]
+    check_consistent(Counting(), rows)
+    assert asked == list(range(0, 960, 30))
 
 
 @pytest.mark.parametrize("part", ["held_out", "building"])

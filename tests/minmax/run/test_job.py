@@ -1,11 +1,13 @@
 """A whole tiny run: what lies in its folder, and what an interrupted one becomes."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rlhf_minmax.run.minmax_job
@@ -222,6 +224,39 @@ def test_a_run_is_not_resumed_with_other_rules_or_stories(tmp_path, make_config,
     assert not (tmp_path / "no models are built").exists()
     path.write_text(written)
     assert job_in(tmp_path, config, demo_cache).play(resume=True)["resumed"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "role"), [("base", "policy_model"), ("reward", "reward_model"), ("judge", "judge_model")]
+)
+def test_a_run_is_not_resumed_with_another_model(
+    tmp_path, make_config, make_game, demo_cache, no_figures, part, role
+):
+    make_game()
+    built = next(demo_cache.rglob("demo.json")).parent
+    for name in ("base", "reward", "judge"):
+        shutil.copytree(built / name, tmp_path / name)
+    named = {
+        "policy_model": "base",
+        "monitor_model": "base",
+        "reward_model": "reward",
+        "judge_model": "judge",
+    }
+    models = [f"{key}.model_name={tmp_path / name}" for key, name in named.items()]
+    config = make_config("baseline=false", *models)
+    with pytest.raises(Killed):
+        job_in(tmp_path / "run", config, demo_cache, Log(die_at=("step", "minmax", 1))).play()
+    weights = tmp_path / part / "model.safetensors"
+    tensors = load_file(weights)
+    generator = torch.Generator().manual_seed(0)
+    other = {k: v + v.std() * torch.randn(v.shape, generator=generator) for k, v in tensors.items()}
+    save_file(other, weights, {"format": "pt"})
+    for go_on in (lambda job: job.play(resume=True), lambda job: job.evaluate_only()):
+        with raises_error("different_model", role=role):
+            go_on(job_in(tmp_path / "run", config, demo_cache))
+    save_file(tensors, weights, {"format": "pt"})
+    assert job_in(tmp_path / "run", config, demo_cache).play(resume=True)["resumed"] is True
 
 
 @pytest.mark.slow

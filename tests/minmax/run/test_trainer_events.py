@@ -164,12 +164,16 @@ def test_comparing_evaluations_that_there_will_not_be_is_refused(make_game: Any,
         trainer_of(make_game, None, f"training.{setting}")
 
 
-def test_an_unknown_best_metric_is_refused_before_the_game(
-    make_config: Any, demo_cache: Path, tmp_path: Path
+@pytest.mark.parametrize("metric", ["bleu", "policy/hack_rate"])
+def test_a_best_metric_that_is_not_measured_is_refused_before_the_game(
+    make_config: Any, demo_cache: Path, tmp_path: Path, metric: str
 ) -> None:
-    config = make_config(*SMALL, *EVALUATED, "training.metric_for_best_model=bleu", "data.eval_stories=4")
+    """Without bait there is no rate of hacks."""
+    best = f"training.metric_for_best_model={metric}"
+    world = "data.story_world.hearsay_rate=0"
+    config = make_config(*SMALL, *EVALUATED, best, "data.eval_stories=4", world)
     run = RunFolder.create(tmp_path / "run")
-    with raises_error("unknown_metric", metric="eval_bleu"):
+    with raises_error("unknown_metric", metric=f"eval_{metric}"):
         MinMaxJob(config, run, cache_folder=demo_cache).play()
     assert run.read_metrics() == []
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 DualRule = Literal["fixed", "multiplicative", "additive", "log", "pid"]
+_LARGEST_EXPONENT = 700.0
+"""exp of it is a float; any multiplier is at its maximum long before."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
     elif settings.rule == "additive":
         multiplier += settings.step_size * excess
     elif settings.rule == "log":
-        multiplier *= math.exp(settings.step_size * excess)
+        multiplier *= math.exp(min(settings.step_size * excess, _LARGEST_EXPONENT))
     else:
         integral = min(max(0.0, integral + excess), settings.maximum / settings.step_size)
         proportional = settings.step_size * settings.proportional_gain * excess

@@ -187,8 +187,11 @@ def default_weight(game: GameConfig, costs: Tensor, gains: Tensor | None) -> flo
     """
     even = None if gains is None else _ratio(game.w_reward * float(costs.mean()), float(gains.mean()))
     weight = max(game.break_even_factor * (even or 0.0), game.w_reward)
-    if gains is not None and even:
-        evens = torch.where(gains > 0, game.w_reward * costs / gains, torch.inf).sort().values
+    if gains is not None and even is not None:
+        costs = game.w_reward * costs
+        # No higher weight helps where the judge prefers the wrong answer.
+        never = torch.where(2 * weight * gains > costs, -torch.inf, torch.inf)
+        evens = torch.where(gains > 0, costs / gains, never).sort().values
         last = max(math.ceil(game.break_even_share * len(evens)), 1) - 1
         weight = min(max(weight, _ABOVE * float(evens[last])), 2 * weight)
     return weight or 1.0
@@ -290,7 +293,7 @@ def _advice(
             "no story of the probe names its right choice, so there are no truthful critiques to measure "
             "with, and w_judge is a guess; set game.w_judge"
         )
-    if delta_reward <= 0:
+    if delta_reward <= 0 and min(pays_start, pays_truthful) >= _NEARLY_ALL:
         return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
     if w_judge <= even_truthful:
         return (

@@ -44,6 +44,7 @@ from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_inputs, check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
 from rlhf_minmax.run.row_checks import check_same_beginning
+from rlhf_minmax.run.same_models import check_same_models, marks_of
 from rlhf_minmax.run.trainer import MinMaxTrainer
 from rlhf_minmax.scorers.api_usage import api_usage
 from rlhf_minmax.scorers.held_out import measure_held_out_scales
@@ -246,6 +247,7 @@ class MinMaxJob:
             self.events.remark(f"measuring the start on {counts}")
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
             check = measure_break_even(pipeline, stories.labelled[: len(probe)], seed=seed)
+            marks = marks_of(pipeline, stories.train)
             pipeline = replace(pipeline, w_judge=check.w_judge)
             held_out = measure_held_out_scales(game.held_out, pipeline, probe, seed=seed)
             before: dict[str, Any] = dict(
@@ -260,7 +262,7 @@ class MinMaxJob:
             }
             if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
-                atomic_write_json(path, scales | found | self._beginning)
+                atomic_write_json(path, scales | found | self._beginning | {"marks": marks})
             barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
@@ -268,6 +270,7 @@ class MinMaxJob:
             {name: Scale(**saved[prefix + name]) for name in _SCALES} for prefix in ("", "held_out_")
         )
         pipeline = replace(game.pipeline, **scales, w_judge=check.w_judge)
+        check_same_models(marks_of(pipeline, stories.train), saved.get("marks", {}), self.run.path)
         held_out = replace(game.held_out, **held)
         clock.lap("evaluation")
         self.events.break_even(check)
@@ -335,7 +338,8 @@ class MinMaxJob:
         self.events.step(phase, step, total, metrics)
 
     def _check_best_metric(self, before: dict[str, Any]) -> None:
-        measured = {f"eval_{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY}
+        known = {key: value for key, value in before.items() if value is not None}
+        measured = {f"eval_{key}": value for key, value in known.items() if key not in _NOT_ON_THE_WAY}
         check_best_metric(self.config.training.best_metric_name, measured)
 
     def _say_how_it_ended(self, trainer: MinMaxTrainer) -> None:
@@ -347,7 +351,8 @@ class MinMaxJob:
             )
         if training.load_best_model_at_end and trainer.checkpoints:
             best = trainer.checkpoints.best()
-            self.events.remark(f"the players are those of {best and best.name}, the best by {name}")
+            if best is not None:
+                self.events.remark(f"the players are those of {best.name}, the best by {name}")
 
     def _findings(self, trainer: MinMaxTrainer) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [{"step": 0, "text": text} for text in self._warned]

@@ -1,0 +1,62 @@
+"""What a run's models say at its beginning, by which a resumed run sees that they are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_data import QARecord, TokenSequence, UserError, pack
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_models import encode_completion, encode_prompt
+
+_STORIES = 8
+_TOLERANCE = 0.1
+"""Standard deviations of a score, and nats of a token's log-prob: far more than another device changes."""
+
+Marks = dict[str, list[float]]
+
+
+def marks_of(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> Marks:
+    """What models say of the right answers to the first labelled stories; all processes must call it.
+
+    Scores of the reward model and of a judge that is a model here, in standard deviations and without a
+    critique; and the players' mean log-probs of the answers' tokens, unless the players are sharded.
+    """
+    known = [record for record in records if record.answer is not None][:_STORIES]
+    made_up = pipeline.prompts.made_up
+    answers = [pipeline.read_answer(known, i, made_up(r.answer_text)) for i, r in enumerate(known)]
+    marks = {"reward_model": pipeline.rewards(known, answers).tolist()}
+    if pipeline.config.judge_model.kind in ("head", "prompted"):
+        marks["judge_model"] = pipeline.judged(known, answers, [None] * len(known)).tolist()
+    if pipeline.shared is not None:
+        return marks
+    for role in ("policy", "monitor"):
+        player, sequences = getattr(pipeline.players, role), []
+        for record, answer in zip(known, answers, strict=True):
+            start = encode_prompt(player.tokenizer, pipeline.prompts.policy(record))
+            end = encode_completion(player.tokenizer, answer.text)
+            sequences.append(TokenSequence([*start, *end], len(start)))
+        with torch.no_grad():
+            batches = pack(sequences, pipeline.config.training.max_tokens_per_batch)
+            found = [player(batch.to(player.device)).logps.float().mean().item() for batch in batches]
+        marks[f"{role}_model"] = found
+    return marks
+
+
+def check_same_models(now: Marks, before: Mapping[str, Sequence[float]], run: Path) -> None:
+    """Refuse models that say something else than at the run's beginning.
+
+    Raises:
+        UserError: a model is another one.
+    """
+    for role, values in now.items():
+        former = before.get(role, values)
+        if any(abs(a - b) > _TOLERANCE for a, b in zip(values, former, strict=True)):
+            raise UserError(
+                f"{role} is another model than when the run in {run} began, and its start was measured with "
+                "the former one; put that back, or begin another run with the new one",
+                code="different_model",
+                role=role,
+            )
