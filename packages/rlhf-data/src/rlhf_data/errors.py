@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,19 @@ class UserError(Exception):
         super().__init__(message)
         self.code = code or self.code
         self.fields = fields
+
+
+def invalid_value(message: str, key: str) -> UserError:
+    """A value outside its range, of the setting or argument that `key` names."""
+    return UserError(message, code="invalid_value", key=key)
+
+
+def check_choice(what: str, value: str, choices: Iterable[str]) -> None:
+    """Check a name against the valid ones; the last word of `what` is the key of the error."""
+    choices = tuple(choices)
+    if value not in choices:
+        message = f"{what} is {value!r}; expected one of {', '.join(choices)}"
+        raise invalid_value(message, what.split()[-1])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 
 _LONGEST_PAUSE_S = 60.0
 """The longest pause; up to it pauses double."""
@@ -69,11 +69,10 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if min(self.retries, self.backoff_s) < 0 or not self.deadline_s > 0:
-            raise UserError(
+            raise invalid_value(
                 f"retries {self.retries}, backoff_s {self.backoff_s}, deadline_s {self.deadline_s}; expected "
                 "retries and backoff >= 0, and a deadline above 0",
-                code="invalid_value",
-                key="retry",
+                "retry",
             )
 
     async def run(self, attempt: Callable[[int], Awaitable[_Value]]) -> _Value:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_data import UserError, read_rows
+from rlhf_data.errors import invalid_value
 from rlhf_models import CompressionSettings, ContextCompressor, load_causal_lm, load_tokenizer
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.output import Output, Work, write_rows
@@ -41,10 +42,8 @@ def _rows(settings: CompressSettings) -> list[dict[str, Any]]:
     """The rows of the input, whose columns are known to be texts."""
     found = []
     if settings.text_key == _ADDED:
-        raise UserError(
-            f"text_key is {_ADDED}, the column with the numbers of tokens; rename the column",
-            code="invalid_value",
-            key="text_key",
+        raise invalid_value(
+            f"text_key is {_ADDED}, the column with the numbers of tokens; rename the column", "text_key"
         )
     for number, row in read_rows(settings.input_path):
         if not isinstance(row.get(_ADDED, {}), dict):

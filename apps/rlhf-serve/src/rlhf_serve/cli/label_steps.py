@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_data import UserError, atomic_write_json
+from rlhf_data.errors import invalid_value
 from rlhf_infer import StepLabeller, check_columns
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
@@ -52,10 +53,8 @@ def _check(settings: LabelSettings) -> None:
             code="conflicting_options",
         )
     if settings.temperature == 0 and settings.labels.solutions * settings.labels.completions > 1:
-        raise UserError(
-            "temperature is 0, so that all completions of a step are the same; raise it",
-            code="invalid_value",
-            key="temperature",
+        raise invalid_value(
+            "temperature is 0, so that all completions of a step are the same; raise it", "temperature"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer import (
     EngineCritic,
     IterativeRefiner,
@@ -28,10 +29,8 @@ from rlhf_serve.settings import RefineSettings
 def refine(settings: RefineSettings) -> None:
     """Write what became of every prompt, after those that the output has already."""
     if settings.backend == "vllm":
-        raise UserError(
-            "drafts are refined with the transformers backend; take --backend transformers or auto",
-            code="invalid_value",
-            key="backend",
+        raise invalid_value(
+            "drafts are refined with the transformers backend; take --backend transformers or auto", "backend"
         )
     rules, templates = _rules(settings), RefinerTemplates(**settings.templates)
     principles = settings.principles

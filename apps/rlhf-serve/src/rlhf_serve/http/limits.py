@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_serve.errors import queue_full, rate_limited
 
 Clock = Callable[[], float]
@@ -35,11 +35,10 @@ class RateLimiter:
     def __init__(self, per_minute: float, *, burst: int | None = None, clock: Clock = time.monotonic) -> None:
         self.burst = max(1, round(per_minute)) if burst is None else burst
         if not per_minute > 0 or self.burst < 1:
-            raise UserError(
+            raise invalid_value(
                 f"rate limit: {per_minute} requests a minute, burst {burst}; expected more than 0, and at "
                 "least 1",
-                code="invalid_value",
-                key="rate_limit",
+                "rate_limit",
             )
         self.per_minute = per_minute
         self._per_second = per_minute / 60
@@ -83,9 +82,7 @@ class ConcurrencyLimiter:
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
-            raise UserError(
-                f"concurrency limit: {limit}; expected at least 1", code="invalid_value", key="concurrency"
-            )
+            raise invalid_value(f"concurrency limit: {limit}; expected at least 1", "concurrency")
         self.limit = limit
         self._held: Counter[str] = Counter()
 
@@ -115,10 +112,9 @@ class Admission:
 
     def __init__(self, max_running: int, max_waiting: int, *, clock: Clock = time.monotonic) -> None:
         if max_running < 1 or max_waiting < 0:
-            raise UserError(
+            raise invalid_value(
                 f"queue: {max_running} running and {max_waiting} waiting at most; expected at least 1 and 0",
-                code="invalid_value",
-                key="queue",
+                "queue",
             )
         self.max_running, self.max_waiting = max_running, max_waiting
         self.running = 0

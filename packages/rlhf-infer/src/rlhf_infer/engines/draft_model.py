@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
@@ -37,10 +38,9 @@ def first_layers(model: Any, count: int) -> Any:
     """
     total = model.config.get_text_config().num_hidden_layers
     if not 0 < count < total:
-        raise UserError(
+        raise invalid_value(
             f"draft_layers is {count}, but the model has {total} layers; choose fewer, and at least 1",
-            code="invalid_value",
-            key="draft_layers",
+            "draft_layers",
         )
     lists = (
         name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) == total

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.constraints import Constraint
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
@@ -103,7 +104,7 @@ class SamplingParams:
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise UserError(f"{name} must be {expected}, got {value!r}", code="invalid_value", key=name)
+        raise invalid_value(f"{name} must be {expected}, got {value!r}", name)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer import async_loop
 from rlhf_infer.rewards.checks import checked_rewards, shown
 from rlhf_infer.rewards.conventions import (
@@ -358,9 +359,7 @@ def _checked_weights(functions: Sequence[Any], weights: Sequence[float] | None) 
         )
     for weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise UserError(
-                f"reward weight {weight!r} is not a finite number", code="invalid_value", key="weights"
-            )
+            raise invalid_value(f"reward weight {weight!r} is not a finite number", "weights")
     return [float(weight) for weight in weights]
 
 

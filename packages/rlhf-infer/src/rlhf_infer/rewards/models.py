@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer.rewards.texts import sample_name
 from rlhf_models import (
     Aggregate,
@@ -76,17 +77,10 @@ class EnsembleReward:
         max_tokens: int | None = MAX_TOKENS,
     ) -> None:
         if not k >= 0:
-            raise UserError(
-                f"reward {name}: k is {k}; expected a number >= 0, as disagreement is penalised",
-                code="invalid_value",
-                key="k",
+            raise invalid_value(
+                f"reward {name}: k is {k}; expected a number >= 0, as disagreement is penalised", "k"
             )
-        if aggregate not in ("mean", "min", "mean_minus_std"):
-            raise UserError(
-                f"reward {name}: aggregate is {aggregate!r}; expected mean, min or mean_minus_std",
-                code="invalid_value",
-                key="aggregate",
-            )
+        check_choice(f"reward {name}: aggregate", aggregate, ("mean", "min", "mean_minus_std"))
         self.ensemble, self.k = ensemble.eval(), k
         self.aggregate: Aggregate = aggregate
         self.name, self.max_tokens = name, max_tokens

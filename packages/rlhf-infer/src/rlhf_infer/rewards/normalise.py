@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from rlhf_data import Text, UserError
+from rlhf_data import Text
+from rlhf_data.errors import invalid_value
 from rlhf_infer.rewards.checks import checked_rewards
 from rlhf_infer.rewards.conventions import (
     RewardFunction,
@@ -43,10 +44,8 @@ class RewardNormaliser:
         self, *, center: bool = True, clip: float | None = None, gather: Gather | None = None
     ) -> None:
         if clip is not None and not clip > 0:
-            raise UserError(
-                f"the clip of normalised rewards is {clip}; expected a number above 0, or None",
-                code="invalid_value",
-                key="clip",
+            raise invalid_value(
+                f"the clip of normalised rewards is {clip}; expected a number above 0, or None", "clip"
             )
         self.center, self.clip, self.gather = center, clip, gather
         self.count, self.mean, self.m2 = 0.0, 0.0, 0.0

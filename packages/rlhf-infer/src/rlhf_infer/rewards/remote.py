@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, get_args
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer import async_loop
 from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
 from rlhf_infer.retry_policy import RetryOptions, RetryPolicy, Unavailable
@@ -56,18 +57,12 @@ class RemoteReward:
         name: str = "remote",
         **retry: Unpack[RetryOptions],
     ) -> None:
-        if protocol not in get_args(Protocol):
-            raise UserError(
-                f"reward {url}: protocol is {protocol!r}; expected one of {', '.join(get_args(Protocol))}",
-                code="invalid_value",
-                key="protocol",
-            )
+        check_choice(f"reward {url}: protocol", protocol, get_args(Protocol))
         if not timeout_s > 0 or min(concurrency, 1 if batch_size is None else batch_size) < 1:
-            raise UserError(
+            raise invalid_value(
                 f"reward {url}: timeout_s {timeout_s}, batch_size {batch_size}, concurrency {concurrency}; "
                 "expected a timeout above 0, a batch and a concurrency of at least 1",
-                code="invalid_value",
-                key="limits",
+                "limits",
             )
         self.retry = RetryPolicy(**retry)
         self._client = HTTPClient(

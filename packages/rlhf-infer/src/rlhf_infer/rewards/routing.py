@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.rewards.conventions import Caller, Samples
 
 COLUMN = "verifiable"
@@ -26,10 +26,8 @@ def can_be_checked(flag: Any) -> bool:
         return False
     if said in _YES or not said or flag is None or (isinstance(flag, Real) and said == "nan"):
         return True
-    raise UserError(
-        f"column {COLUMN} is {flag!r}; expected true or false, yes or no, 1 or 0, or null",
-        code="invalid_value",
-        key=COLUMN,
+    raise invalid_value(
+        f"column {COLUMN} is {flag!r}; expected true or false, yes or no, 1 or 0, or null", COLUMN
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_data.records.kind import is_empty
 from rlhf_infer.rewards.texts import text_of
 
@@ -47,27 +48,18 @@ class LengthReward:
     name: str = "length"
 
     def __post_init__(self) -> None:
-        _check_unit("length", self.unit, get_args(LengthUnit))
+        check_choice("reward length: unit", self.unit, get_args(LengthUnit))
         ends = [end for end in (self.minimum, self.maximum) if end is not None]
         if (self.target is None) == (not ends):
-            raise UserError(
-                "reward length: give either target, or minimum, maximum or both",
-                code="invalid_value",
-                key="target",
-            )
+            raise invalid_value("reward length: give either target, or minimum, maximum or both", "target")
         if min(*ends, self.target or 0, 0) < 0 or ends != sorted(ends):
-            raise UserError(
+            raise invalid_value(
                 f"reward length: target {self.target}, minimum {self.minimum}, maximum {self.maximum}; "
                 "expected lengths >= 0, the minimum not above the maximum",
-                code="invalid_value",
-                key="range",
+                "range",
             )
         if self.scale is not None and not self.scale > 0:
-            raise UserError(
-                f"reward length: scale is {self.scale}; expected a number above 0",
-                code="invalid_value",
-                key="scale",
-            )
+            raise invalid_value(f"reward length: scale is {self.scale}; expected a number above 0", "scale")
 
     def __call__(
         self,
@@ -110,13 +102,12 @@ class RepetitionReward:
     name: str = "repetition"
 
     def __post_init__(self) -> None:
-        _check_unit("repetition", self.unit, get_args(NgramUnit))
+        check_choice("reward repetition: unit", self.unit, get_args(NgramUnit))
         if self.ngram_size < 1 or not self.max_penalty <= 0:
-            raise UserError(
+            raise invalid_value(
                 f"reward repetition: ngram_size {self.ngram_size}, max_penalty {self.max_penalty}; expected "
                 "a size of at least 1 and a penalty of at most 0",
-                code="invalid_value",
-                key="repetition",
+                "repetition",
             )
 
     def __call__(
@@ -157,16 +148,9 @@ class FormatReward:
 
     def __post_init__(self) -> None:
         if self.pattern is not None and self.preset is not None:
-            raise UserError(
-                "reward format: give either pattern or preset, not both", code="invalid_value", key="pattern"
-            )
+            raise invalid_value("reward format: give either pattern or preset, not both", "pattern")
         preset = self.preset or "think_answer"
-        if preset not in FORMATS:
-            raise UserError(
-                f"reward format: preset is {preset!r}; expected one of {', '.join(FORMATS)}",
-                code="invalid_value",
-                key="preset",
-            )
+        check_choice("reward format: preset", preset, FORMATS)
         pattern = FORMATS[preset] if self.pattern is None else self.pattern
         object.__setattr__(self, "_compiled", compiled("reward format", pattern, re.DOTALL))
 
@@ -215,12 +199,3 @@ def _token_ids(completion_ids: Sequence[Sequence[int]] | None, name: str) -> Seq
             code="missing_completion_ids",
         )
     return completion_ids
-
-
-def _check_unit(rule: str, unit: str, units: tuple[str, ...]) -> None:
-    if unit not in units:
-        raise UserError(
-            f"reward {rule}: unit is {unit!r}; expected one of {', '.join(units)}",
-            code="invalid_value",
-            key="unit",
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.rewards.answers.read_answers import answer_part, normal_form, read_number
 from rlhf_infer.sampling.candidates import Extract
 
@@ -21,10 +21,8 @@ def extractor(name: str) -> Extract:
     """
     found = {"number": number_answer, "marked": marked_answer, "text": text_answer}
     if name not in found:
-        raise UserError(
-            f"extract is {name!r}; expected one of {', '.join(found)}, or a function in Python",
-            code="invalid_value",
-            key="extract",
+        raise invalid_value(
+            f"extract is {name!r}; expected one of {', '.join(found)}, or a function in Python", "extract"
         )
     return found[name]
 

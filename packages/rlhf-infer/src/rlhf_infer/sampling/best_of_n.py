@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_data import Encoder, Text, UserError
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.requirements import check_column_lengths
 from rlhf_infer.sampling.budget import AdaptiveComputeAllocator
-from rlhf_infer.sampling.candidates import VOTES, Extract, Selected, Selection, check_selection
+from rlhf_infer.sampling.candidates import VOTES, Extract, Selected, Selection
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
 from rlhf_infer.sampling.search import BestOfNSearch, SearchRules
 
@@ -171,14 +172,13 @@ def check_best_of_n(
     Raises:
         UserError: they do not.
     """
-    check_selection(selection)
+    check_choice("selection", selection, get_args(Selection))
     if n < 1:
-        raise UserError(f"n is {n}; expected at least 1 sample of a prompt", code="invalid_value", key="n")
+        raise invalid_value(f"n is {n}; expected at least 1 sample of a prompt", "n")
     if n > 1 and params.temperature == 0:
-        raise UserError(
+        raise invalid_value(
             f"temperature is 0, so that all n={n} samples of a prompt are the same; raise it, or set n to 1",
-            code="invalid_value",
-            key="temperature",
+            "temperature",
         )
     chosen_by_score = n > 1 and selection in ("best", "weighted")  # of one there is nothing to choose
     if scorer is None and (chosen_by_score or adaptive is not None):
@@ -193,9 +193,8 @@ def check_best_of_n(
             code="missing_extract",
         )
     if selection != "best" and adaptive is not None:
-        raise UserError(
+        raise invalid_value(
             f"adaptive sampling judges by the best score, which does not decide selection {selection}; take "
             "selection best, or draw a fixed number of samples",
-            code="invalid_value",
-            key="selection",
+            "selection",
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.sampling.score_model import Predictive, ScorePopulation, predict
 
 _REACH, _INTERVALS = 8.0, 128
@@ -49,23 +50,18 @@ class AdaptiveComputeAllocator:
 
     def __post_init__(self) -> None:
         if self.min_samples < 1 or (self.max_samples is not None and self.max_samples < self.min_samples):
-            raise UserError(
+            raise invalid_value(
                 f"allocator: min_samples is {self.min_samples} and max_samples {self.max_samples}; expected "
                 "1 <= min_samples <= max_samples",
-                code="invalid_value",
-                key="min_samples",
+                "min_samples",
             )
         if self.batch is not None and self.batch < 1:
-            raise UserError(
-                f"allocator: batch is {self.batch}; expected at least 1 sample in a round",
-                code="invalid_value",
-                key="batch",
+            raise invalid_value(
+                f"allocator: batch is {self.batch}; expected at least 1 sample in a round", "batch"
             )
         if not 0 <= self.minimum_gain < math.inf:
-            raise UserError(
-                f"allocator: minimum_gain is {self.minimum_gain}; expected 0 or more",
-                code="invalid_value",
-                key="minimum_gain",
+            raise invalid_value(
+                f"allocator: minimum_gain is {self.minimum_gain}; expected 0 or more", "minimum_gain"
             )
 
     def next_samples(

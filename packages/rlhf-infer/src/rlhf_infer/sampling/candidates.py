@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rlhf_data import Text, UserError
+from rlhf_data import Text
+from rlhf_data.errors import check_choice
 
 if TYPE_CHECKING:
     from rlhf_infer.engines.protocol import Rollout
@@ -139,7 +140,7 @@ def select(
     Raises:
         UserError: another name.
     """
-    check_selection(selection)
+    check_choice("selection", selection, get_args(Selection))
     if selection == "none":
         return tuple(sorted(range(len(candidates)), key=lambda place: candidates[place].index))
     weights = [0.0] * len(candidates)
@@ -167,16 +168,6 @@ def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> d
         for answer in answers
         if answer is not None
     }
-
-
-def check_selection(selection: str) -> None:
-    """Check the name of a selection rule."""
-    if selection not in get_args(Selection):
-        raise UserError(
-            f"selection is {selection!r}; expected one of {', '.join(get_args(Selection))}",
-            code="invalid_value",
-            key="selection",
-        )
 
 
 def _votes(candidates: Sequence[Candidate], selection: str) -> list[float]:

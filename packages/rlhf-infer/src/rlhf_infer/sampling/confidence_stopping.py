@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.sampling.score_model import ScorePopulation, predict
 
 
@@ -52,30 +52,24 @@ class ConfidenceBasedStopping:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
-            raise UserError(
+            raise invalid_value(
                 f"stopping: min_samples is {self.min_samples} and max_samples {self.max_samples}; expected "
                 "1 <= min_samples <= max_samples",
-                code="invalid_value",
-                key="min_samples",
+                "min_samples",
             )
         if self.batch < 1:
-            raise UserError(
-                f"stopping: batch is {self.batch}; expected at least 1 sample at a time",
-                code="invalid_value",
-                key="batch",
+            raise invalid_value(
+                f"stopping: batch is {self.batch}; expected at least 1 sample at a time", "batch"
             )
         if not 0 <= self.probability <= 1:
-            raise UserError(
-                f"stopping: probability is {self.probability}; expected a number from 0 to 1",
-                code="invalid_value",
-                key="probability",
+            raise invalid_value(
+                f"stopping: probability is {self.probability}; expected a number from 0 to 1", "probability"
             )
         if not 0 <= self.tolerance < math.inf or math.isnan(self.highest):
-            raise UserError(
+            raise invalid_value(
                 f"stopping: tolerance is {self.tolerance} and highest {self.highest}; expected numbers, "
                 "tolerance at least 0",
-                code="invalid_value",
-                key="tolerance",
+                "tolerance",
             )
 
     def next_samples(self, scores: Sequence[float | None], confidences: Sequence[float] = ()) -> int:

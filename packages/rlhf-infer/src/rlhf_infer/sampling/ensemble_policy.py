@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from rlhf_data import UserError
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.sampling.candidates import Extract, answer_weights
@@ -59,20 +60,11 @@ class EnsemblePolicy:
         extract: Extract | None = None,
         **engine_options: Any,
     ) -> None:
-        if how not in get_args(Combination):
-            raise UserError(
-                f"how is {how!r}; expected one of {', '.join(get_args(Combination))}",
-                code="invalid_value",
-                key="how",
-            )
+        check_choice("how", how, get_args(Combination))
         shares = _shares(len(members), weights)
         if how == "logits":
             if extract is not None:
-                raise UserError(
-                    "extract goes with a vote; take how vote, or leave it out",
-                    code="invalid_value",
-                    key="extract",
-                )
+                raise invalid_value("extract goes with a vote; take how vote, or leave it out", "extract")
             self._engine: Any = _AveragedEngine(members, tokenizer, shares, **engine_options)
         else:
             engines = [_engine(member, tokenizer, engine_options) for member in members]
@@ -249,13 +241,11 @@ def _check_models(models: Sequence[Any]) -> None:
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     """Weights of an ensemble's members, which sum to 1."""
     if not count:
-        raise UserError("an ensemble has at least one member, got none", code="invalid_value", key="members")
+        raise invalid_value("an ensemble has at least one member, got none", "members")
     if weights is None:
         return [1 / count] * count
     if len(weights) != count or not all(0 < weight < math.inf for weight in weights):
-        raise UserError(
-            f"the weights of {count} members are {list(weights)}; expected one above 0 for each",
-            code="invalid_value",
-            key="weights",
+        raise invalid_value(
+            f"the weights of {count} members are {list(weights)}; expected one above 0 for each", "weights"
         )
     return [weight / math.fsum(weights) for weight in weights]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rlhf_data import Text, UserError, as_completion
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer.sampling.candidates import SamplingCost
 
 Keep = Literal["best", "last"]
@@ -130,25 +131,17 @@ class RefinerRules:
 
     def __post_init__(self) -> None:
         for name, choices in (("until", Until), ("keep", Keep)):
-            if getattr(self, name) not in get_args(choices):
-                raise UserError(
-                    f"{name} is {getattr(self, name)!r}; expected one of {', '.join(get_args(choices))}",
-                    code="invalid_value",
-                    key=name,
-                )
+            check_choice(name, getattr(self, name), get_args(choices))
         for name in ("max_rounds", "min_gain"):
             if not getattr(self, name) >= 0:
-                raise UserError(
-                    f"{name} is {getattr(self, name)}; expected at least 0", code="invalid_value", key=name
-                )
+                raise invalid_value(f"{name} is {getattr(self, name)}; expected at least 0", name)
         try:
             if re.compile(self.verdict).search(""):
                 raise re.error("it matches the empty text")
         except re.error as error:
-            raise UserError(
+            raise invalid_value(
                 f"verdict is {self.verdict!r}, which finds no verdict ({error}); give a regular expression",
-                code="invalid_value",
-                key="verdict",
+                "verdict",
             ) from error
 
     @property

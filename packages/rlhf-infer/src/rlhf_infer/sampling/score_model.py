@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import UserError
+from rlhf_data.errors import invalid_value
 
 _SAME_SCORE = 1e-4
 """Difference of two scores, relative where they are large, that counts as none: batches move last bits."""
@@ -43,12 +43,11 @@ class ScorePopulation:
     def __post_init__(self) -> None:
         valid = math.isfinite(self.mean) and 0 < self.within < math.inf and self.between >= 0
         if not valid or self.prior_samples < 1:
-            raise UserError(
+            raise invalid_value(
                 f"the scores' population has mean {self.mean}, variance {self.within} within prompts, "
                 f"{self.between} between them and {self.prior_samples} prior samples; expected a finite "
                 "mean, a variance above 0 within and at least 0 between, and at least 1 sample",
-                code="invalid_value",
-                key="population",
+                "population",
             )
 
     @classmethod

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_data import Text, model_folder
+from rlhf_data.errors import check_choice
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
@@ -44,7 +45,6 @@ class ProcessReward:
         max_tokens: int | None = None,
     ) -> None:
         from rlhf_models import StepAggregate
-        from rlhf_models.heads.scalar_model import check_choice
 
         check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
         self.model, self.name, self.max_tokens = model.eval(), name, max_tokens

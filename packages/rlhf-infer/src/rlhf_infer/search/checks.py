@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.sampling.candidates import VOTES, Extract
 from rlhf_infer.search.settings import SearchSettings
@@ -24,11 +25,10 @@ def check_search_settings(settings: SearchSettings, params: SamplingParams, extr
         )
     greedy = settings.strategy in ("beam", "dvts") and settings.width == settings.rounds == 1
     if params.temperature == 0 and not greedy:
-        raise UserError(
+        raise invalid_value(
             "temperature is 0, so that all steps drawn after a path are the same; raise it, or search by "
             "beam with width 1 in one round, which is greedy decoding",
-            code="invalid_value",
-            key="temperature",
+            "temperature",
         )
     if settings.strategy != "best-of-n" and any(stop in settings.separator for stop in params.stop):
         raise UserError(

@@ -13,6 +13,7 @@ from pydantic import Field
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf_data import BaseConfig, UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.constraints import Constraint, schema_as_grammar
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 
@@ -108,16 +109,13 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
 def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, limit: int) -> None:
     """Refuse what vLLM cannot do, or would do differently."""
     if params.logits_processors:
-        raise UserError(
+        raise invalid_value(
             "vLLM takes no logits processors per request; use the transformers engine for them",
-            code="invalid_value",
-            key="logits_processors",
+            "logits_processors",
         )
     if params.coupled:
-        raise UserError(
-            "vLLM draws tokens its own way; use the transformers engine for coupled",
-            code="invalid_value",
-            key="coupled",
+        raise invalid_value(
+            "vLLM draws tokens its own way; use the transformers engine for coupled", "coupled"
         )
     if params.raw_logprobs:
         raise UserError(
@@ -126,11 +124,10 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
         )
     low, high = TEMPERATURES
     if params.temperature and not low <= params.temperature <= high:
-        raise UserError(
+        raise invalid_value(
             f"vLLM samples at temperatures from {low} to {high}, or greedily at 0, got {params.temperature}; "
             "choose one of them or use the transformers engine",
-            code="invalid_value",
-            key="temperature",
+            "temperature",
         )
     check_lengths(prompts, params.max_new_tokens, limit)
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
+from rlhf_data.errors import check_choice
 from rlhf_models.adapters.files import adapter_config, is_adapted, load_adapter_weights
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.attention.packed import prepare_for_packing
@@ -28,7 +29,6 @@ from rlhf_models.heads.classifiers import (
 )
 from rlhf_models.heads.ensemble_scores import EnsembleScores
 from rlhf_models.heads.reward import RewardModel, read_positions
-from rlhf_models.heads.scalar_model import check_choice
 from rlhf_models.language_model.logps import hidden_states
 from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.pretrained import load_config

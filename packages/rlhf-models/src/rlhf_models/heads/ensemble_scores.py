@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, Text
+from rlhf_data.errors import check_choice
 from rlhf_models.heads.reward import encode_scored
-from rlhf_models.heads.scalar_model import check_choice, scores_of
+from rlhf_models.heads.scalar_model import scores_of
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.shards import ShardUnit

@@ -181,13 +181,3 @@ def scores_of(
         parts.append(forward(batch.to(model.device)).cpu())
         order.append(batch.sequence_ids)
     return torch.cat(parts, dim=-1)[..., torch.cat(order).argsort()]
-
-
-def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check a name against the valid ones."""
-    if value not in choices:
-        raise UserError(
-            f"{what} is {value!r}; expected one of {', '.join(choices)}",
-            code="invalid_value",
-            key=what.split()[-1],
-        )

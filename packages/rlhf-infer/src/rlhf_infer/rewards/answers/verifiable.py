@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from rlhf_data import QARecord, Text, UserError, qa_from_row
+from rlhf_data.errors import check_choice, invalid_value
 from rlhf_infer.rewards.answers.numbers import Number
 from rlhf_infer.rewards.answers.read_answers import (
     Read,
@@ -37,12 +38,7 @@ class AnswerRule:
     """Name in metrics."""
 
     def __post_init__(self) -> None:
-        if self.read not in get_args(Read):
-            raise UserError(
-                f"reward {self.name}: read is {self.read!r}; expected one of {', '.join(get_args(Read))}",
-                code="invalid_value",
-                key="read",
-            )
+        check_choice(f"reward {self.name}: read", self.read, get_args(Read))
 
     def right_answer(self, row: Mapping[str, Any], where: str) -> Any:
         """The reference that `is_right` compares with.
@@ -121,10 +117,8 @@ class NumberReward(AnswerRule):
         super().__post_init__()
         for tolerance in (self.tolerance, self.relative_tolerance):
             if not 0 <= tolerance < math.inf:
-                raise UserError(
-                    f"reward number: tolerance is {tolerance}; expected a number >= 0",
-                    code="invalid_value",
-                    key="tolerance",
+                raise invalid_value(
+                    f"reward number: tolerance is {tolerance}; expected a number >= 0", "tolerance"
                 )
 
     def right_answer(self, row: Mapping[str, Any], where: str) -> Number:

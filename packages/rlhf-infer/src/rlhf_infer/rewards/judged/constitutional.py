@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.rewards.conventions import RewardFunction, Samples, function_name
 from rlhf_infer.rewards.rules import compiled
 from rlhf_infer.rewards.texts import text_of
@@ -48,10 +49,8 @@ class Principle:
         if not self.name or (self.score is None) == (self.judge is None):
             raise ValueError("a principle has a name, and either a score or a judge")
         if isinstance(self.weight, bool) or not math.isfinite(self.weight):
-            raise UserError(
-                f"principle {self.name}: weight is {self.weight}; expected a finite number",
-                code="invalid_value",
-                key="weight",
+            raise invalid_value(
+                f"principle {self.name}: weight is {self.weight}; expected a finite number", "weight"
             )
 
     @classmethod
@@ -71,10 +70,8 @@ class Principle:
             UserError: no words, or an empty one.
         """
         if isinstance(words, str) or not words or not all(word.strip() for word in words):
-            raise UserError(
-                f"principle {name}: keywords are {words!r}; expected a list of words or phrases",
-                code="invalid_value",
-                key="keywords",
+            raise invalid_value(
+                f"principle {name}: keywords are {words!r}; expected a list of words or phrases", "keywords"
             )
         alternatives = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
         pattern = rf"(?<!\w)(?:{alternatives})(?!\w)"
@@ -120,16 +117,10 @@ class Principle:
             UserError: the text is empty, or the judge has no method `score`.
         """
         if not text.strip():
-            raise UserError(
-                f"principle {name} has no text for its judge; say what is expected",
-                code="invalid_value",
-                key="text",
-            )
+            raise invalid_value(f"principle {name} has no text for its judge; say what is expected", "text")
         if not callable(getattr(judge, "score", None)):
-            raise UserError(
-                f"principle {name}: {type(judge).__name__} is not a judge; it has no method score",
-                code="invalid_value",
-                key="judge",
+            raise invalid_value(
+                f"principle {name}: {type(judge).__name__} is not a judge; it has no method score", "judge"
             )
         return cls(name, weight, text, judge=judge)
 

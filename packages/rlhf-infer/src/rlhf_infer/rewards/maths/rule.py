@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import Text, UserError
+from rlhf_data.errors import invalid_value
 from rlhf_infer.rewards.answers.numbers import number_of
 from rlhf_infer.rewards.answers.read_answers import (
     MATH,
@@ -64,10 +65,8 @@ class MathReward(AnswerRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.timeout_s < math.inf:
-            raise UserError(
-                f"reward math: timeout_s is {self.timeout_s}; expected seconds above 0",
-                code="invalid_value",
-                key="timeout_s",
+            raise invalid_value(
+                f"reward math: timeout_s is {self.timeout_s}; expected seconds above 0", "timeout_s"
             )
 
     def __call__(
