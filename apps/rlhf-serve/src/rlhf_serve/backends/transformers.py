@@ -24,6 +24,7 @@ from rlhf_infer import (
     TransformersEngine,
     first_layers,
 )
+from rlhf_infer.engines.prefill import parts_within
 from rlhf_models import (
     PolicyModel,
     check_tokenizer_fits,
@@ -80,8 +81,8 @@ class TransformersBackend:
     async def prompt_logps(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptLogps]:
         """See `Backend.prompt_logps`; a few prompts between two tokens of what is being generated."""
         found: list[PromptLogps] = []
-        for part in _parts(prompts):
-            work = partial(self._engine.prompt_logps, part, top)
+        for part in parts_within(list(map(len, prompts)), _PART_TOKENS):
+            work = partial(self._engine.prompt_logps, [prompts[i] for i in part], top)
             found += await asyncio.wrap_future(self._batcher.submit_work(work))
         return found
 
@@ -113,16 +114,6 @@ def _guesses(engine: TransformersEngine) -> dict[str, float]:
     if not isinstance(engine, SpeculativeDecoder):
         return {}
     return {"guesses": engine.tally.guesses, "right_guesses": engine.tally.right}
-
-
-def _parts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Cut prompts into parts that compute quickly."""
-    parts: list[list[Sequence[int]]] = []
-    for prompt in prompts:
-        if not parts or sum(map(len, parts[-1])) + len(prompt) > _PART_TOKENS:
-            parts.append([])
-        parts[-1].append(prompt)
-    return parts
 
 
 class _Handover:

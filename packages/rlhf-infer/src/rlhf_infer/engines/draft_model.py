@@ -17,7 +17,7 @@ from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 from rlhf_infer.engines.transformers_engine import TransformersEngine
-from rlhf_infer.kv.decode_attention import RaggedAttention
+from rlhf_infer.kv.decode_attention import RaggedAttention, laid_out
 from rlhf_infer.kv.prompt_cache import PromptCache
 from rlhf_models import generation_length, prepare_for_packing
 
@@ -192,8 +192,7 @@ class _ModelDrafts:
         With those in second place, and how far behind they are.
         """
         device = self._starts.device
-        rows = np.repeat(np.arange(len(counts)), counts)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows, place = laid_out(counts)
         at = torch.from_numpy(held[rows] + place).to(device)
         positions = self._starts[torch.from_numpy(rows).to(device)] + at
         steps = torch.from_numpy(np.minimum(held + counts, self._most - 1)).to(device)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_data.records.kind import common_prefix
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 
@@ -63,7 +64,7 @@ class PreviousCompletions:
             prompt, new = tuple(group[0].prompt_ids), [list(each.completion_ids) for each in group]
             for one, other in zip(new, self._known.get(prompt, ()), strict=False):
                 lengths.append(len(one))
-                agreed.append(_common(one, other))
+                agreed.append(common_prefix(one, other))
             self._known[prompt] = new
         if agreed:
             self.agreement = sum(agreed) / len(agreed)
@@ -205,9 +206,3 @@ def _saving(lengths: Sequence[int], agreed: Sequence[int]) -> float:
     plain = _PASS * max(lengths) + sum(lengths)
     wasted = MOST * len(lengths) if alone else 0
     return plain / (_RAGGED * _PASS * (alone + max(lengths) / MOST) + sum(lengths) + wasted)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens up to which two completions agree."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from rlhf_data import TokenSequence, pack
 from rlhf_infer.engines.decode_batch import Cohort
-from rlhf_infer.kv.decode_attention import JoinedAttention, RaggedAttention
+from rlhf_infer.kv.decode_attention import JoinedAttention, RaggedAttention, laid_out
 from rlhf_infer.kv.paged_cache import PagedKVCache
 from rlhf_infer.kv.prefix_attention import PrefixAttention
 from rlhf_infer.kv.prompt_cache import PrefillAttention, PromptCache
@@ -55,7 +55,7 @@ def prefill(
         hidden = dict[int, Tensor]()
         if cold:
             hidden |= zip(cold, _trees(lm, forward, prompts, cold, cache, max_tokens), strict=True)
-        for part in _parts([len(prompts[i]) - starts[i] for i in warm], max_tokens):
+        for part in parts_within([len(prompts[i]) - starts[i] for i in warm], max_tokens):
             places = [warm[i] for i in part]
             ends = [prompts[i][starts[i] :] for i in places]
             plan = PrefixAttention(cache, places, prefixes, [known[i] for i in places], list(map(len, ends)))
@@ -95,8 +95,8 @@ def recompute(
         # A row that has no more computes its last token again, so that each row has one.
         first = np.minimum(start, counts - 1)
         parts = np.minimum(counts - first, most)
-        rows = np.repeat(np.arange(len(parts)), parts)
-        at = first[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
+        rows, place = laid_out(parts)
+        at = first[rows] + place
         ids = torch.from_numpy(tokens[rows, at]).to(lm.device)
         positions = cohort.starts[torch.from_numpy(rows).to(lm.device)] + torch.from_numpy(at).to(lm.device)
         extra = rounding(len(rows), next(lm.parameters()))
@@ -161,7 +161,7 @@ def keep_prefix(prefixes: PagedKVCache, prompt: tuple[int, ...], cache: PromptCa
         prefixes.free(sequence)
 
 
-def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
+def parts_within(sizes: Sequence[int], most: int) -> list[list[int]]:
     """The places of sizes in parts, each of which together has at most `most`, or is a single one."""
     parts: list[list[int]] = []
     total = 0

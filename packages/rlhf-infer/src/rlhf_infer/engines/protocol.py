@@ -146,6 +146,19 @@ def ends_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
     return sorted({*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids})
 
 
+def end_tokens(of_model: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """The end-of-sequence tokens of a model, as configs have them, and of a tokenizer."""
+    ends = of_model if isinstance(of_model, list) else [of_model]
+    found = sorted({end for end in [*ends, tokenizer.eos_token_id] if end is not None})
+    if not found:
+        raise UserError(
+            "the tokenizer and the generation config have no end-of-sequence token; "
+            "set eos_token in the tokenizer",
+            code="no_end_token",
+        )
+    return found
+
+
 class GenerationEngine(Protocol):
     """Anything that samples completions, and follows the weights of a model in training."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_infer.engines.decode_batch import Cohort, Rows
 from rlhf_infer.engines.sampler import SampledTokens, Sampler, remembers
-from rlhf_infer.kv.decode_attention import RaggedAttention, room, take_rows
+from rlhf_infer.kv.decode_attention import RaggedAttention, laid_out, room, take_rows
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class SpeculativeCohort(Cohort):
         """(N,) positions of `tokens`."""
         if self._fed.shape[1] == 1:
             return self.starts + torch.from_numpy(self.rows.lengths - 1).to(self.starts.device)
-        rows, places = self._indices()
+        rows, places = laid_out(self._counts)
         at = torch.from_numpy(self.rows.lengths[rows] - 1 + self._depths(rows, places)).to(self.tokens.device)
         return self.starts[torch.from_numpy(rows).to(self.tokens.device)] + at
 
@@ -224,18 +224,13 @@ class SpeculativeCohort(Cohort):
 
     def _draw_guessed(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Draw the tokens after those that were guessed too."""
-        rows, places = self._indices()
+        rows, places = laid_out(self._counts)
         at = self.rows.lengths[rows] + self._depths(rows, places)
         at = np.minimum(at, self.params.max_new_tokens - 1)
         drawn = self._sampler.draw_at(
             head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
         )
         self._take(drawn, rows, places, at)
-
-    def _indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """(N,) the row of each of `tokens`, and its place among those of the row."""
-        rows = np.repeat(np.arange(len(self._counts)), self._counts)
-        return rows, np.arange(len(rows)) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
 
     def _depths(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """(N,) tokens between each row's newest one and those at these places, both in `_fed`."""

@@ -19,7 +19,7 @@ from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
-from rlhf_infer.engines.protocol import check_bias, ends_of
+from rlhf_infer.engines.protocol import check_bias, end_tokens, ends_of
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
 from rlhf_infer.kv.decode_attention import DecodeAttention, JoinedAttention
@@ -80,13 +80,7 @@ class TransformersEngine:
         self._stops: StopTexts | None = None
         self._grammars: Grammars | None = None
         ends = getattr(causal_lm(model).generation_config, "eos_token_id", None)
-        ends = ends if isinstance(ends, list) else [ends]
-        self.eos_token_ids = sorted({e for e in [*ends, tokenizer.eos_token_id] if e is not None})
-        if not self.eos_token_ids:
-            raise UserError(
-                "the tokenizer and the generation config have no end-of-sequence token; "
-                "set eos_token in the tokenizer"
-            )
+        self.eos_token_ids = end_tokens(ends, tokenizer)
 
     def update_weights(self, model: Any) -> None:
         """Forget keys and values of earlier prompts; `generate` sees the model's weights as they are anyway.

@@ -24,6 +24,12 @@ def room(tokens: int, most: int) -> int:
     return min(-(-tokens // BLOCK) * BLOCK, most)
 
 
+def laid_out(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) the row of each of `counts` (B,) tokens, those of a row side by side, and its place in the row."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 class DecodeAttention:
     """Attention of one new token per row over its prompt's shared and its own keys and values.
 
@@ -232,8 +238,7 @@ class RaggedAttention(DecodeAttention):
         if self._alike:
             return self.at_step(int(held[0]))
         device = self._cache.lengths.device
-        rows = np.repeat(np.arange(len(counts)), counts)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows, place = laid_out(counts)
         self._even = len(rows) == self._width * len(counts)
         at = [rows, held[rows] + place, rows * self._width + place]
         self._rows, self._places, self._squares = torch.from_numpy(np.stack(at)).to(device)

@@ -180,7 +180,7 @@ def _call_openrlhf(
         "labels": list(labels) if labels is not None else [None] * len(prompts),
     }
     result = _filled(function, name, parameters, available)
-    return _then(result, lambda value: _openrlhf_rewards(value, name, samples))
+    return then(result, lambda value: _openrlhf_rewards(value, name, samples))
 
 
 def _openrlhf_rewards(result: Any, name: str, samples: Samples) -> Any:
@@ -219,7 +219,7 @@ def _call_verl(
             raise UserError(f"{where}: {raised(error)}", code="reward_failed", index=i) from error
     if any(inspect.isawaitable(score) for score in scores):
         scored = gather_all(_value(score) for score in scores)  # all at the same time
-        return _then(scored, lambda values: _verl_rewards(values, samples))
+        return then(scored, lambda values: _verl_rewards(values, samples))
     return _verl_rewards(scores, samples)
 
 
@@ -285,7 +285,7 @@ def _filled(
         raise Exited from error
 
 
-def _then(result: Any, convert: Callable[[Any], Any]) -> Any:
+def then(result: Any, convert: Callable[[Any], Any]) -> Any:
     """`convert(result)`, once it is there where it is awaited."""
     if not inspect.isawaitable(result):
         return convert(result)

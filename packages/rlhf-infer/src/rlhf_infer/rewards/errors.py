@@ -30,8 +30,9 @@ def named_errors(name: str, call: Caller, samples: Samples) -> Iterator[None]:
         raise kind(f"{where}: {error}", code=error.code, **error.fields) from error
     except Exception as error:
         index = _culprit(call, samples)
-        where = f"{len(samples.completions)} samples together" if index is None else ""
-        where = where or sample_name(index or 0, samples.completions[index or 0])
+        where = f"{len(samples.completions)} samples together"
+        if index is not None:
+            where = sample_name(index, samples.completions[index])
         raise UserError(
             f"reward function {name}, {where}: {raised(error)}", code="reward_failed", index=index
         ) from error

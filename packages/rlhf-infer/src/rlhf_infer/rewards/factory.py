@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, model_folder
+from rlhf_data import UserError, absolute_path, model_folder
 from rlhf_infer.rewards import rules as form
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.answers import verifiable
@@ -69,12 +69,19 @@ class RewardFunctionFactory:
         A module in the working directory, `rewards:my_reward`, becomes `/path/to/rewards.py:my_reward`; one
         within a package stays as it is.
         """
-        return spec_parser.with_absolute_paths(spec, _builders({}))
+        return spec_parser.with_paths(spec, _builders({}), absolute_path)
 
     @staticmethod
     def paths_in(spec: str) -> list[str]:
         """Absolute paths of the files and folders that a line names; a name on the hub looks like one."""
-        return spec_parser.paths_in(spec, _builders({}))
+        found: list[str] = []
+
+        def keep(path: str) -> str:
+            found.append(absolute_path(path))
+            return found[-1]
+
+        spec_parser.with_paths(spec, _builders({}), keep)
+        return found
 
     @staticmethod
     def from_function(function: RewardFunction | str, **options: Any) -> RewardFunction:

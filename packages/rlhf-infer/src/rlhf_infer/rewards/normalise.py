@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from rlhf_infer.rewards.conventions import (
     caller_of,
     function_name,
     stateful_part,
+    then,
 )
 
 Gather = Callable[[Sequence[float]], Sequence[Sequence[float]]]
@@ -109,10 +109,7 @@ class NormalisedReward:
     ) -> Any:
         """Normalised rewards of B completions, or an awaitable of them; None stays None."""
         samples = Samples.from_call(prompts, completions, completion_ids, columns)
-        result = self._call(samples)
-        if not inspect.isawaitable(result):
-            return self._normalised(result, samples)
-        return self._wait(result, samples)
+        return then(self._call(samples), lambda rewards: self._normalised(rewards, samples))
 
     def state(self) -> dict[str, Any]:
         """State to restore on resume, the function's own included."""
@@ -124,9 +121,6 @@ class NormalisedReward:
         self.normaliser.load_state(state["normaliser"])
         if inner := stateful_part(self.function):
             inner.load_state(state["function"])
-
-    async def _wait(self, result: Awaitable[Any], samples: Samples) -> list[float | None]:
-        return self._normalised(await result, samples)
 
     def _normalised(self, rewards: Any, samples: Samples) -> list[float | None]:
         values = checked_rewards(rewards, self.name, samples)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from rlhf_data.errors import invalid_value
-from rlhf_infer.rewards.conventions import Caller, Samples
+from rlhf_infer.rewards.conventions import Caller, Samples, then
 
 COLUMN = "verifiable"
 _YES, _NO = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
@@ -46,16 +45,9 @@ def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:
         seen = [i for i, flag in enumerate(flags) if not can_be_checked(flag)]
         if not seen:
             return _spread({row: [] for row in rows} or [], seen, len(flags))
-        result = call(samples.part(seen))
-        if inspect.isawaitable(result):
-            return _awaited(result, seen, len(flags))
-        return _spread(result, seen, len(flags))
+        return then(call(samples.part(seen)), lambda result: _spread(result, seen, len(flags)))
 
     return routed
-
-
-async def _awaited(result: Any, seen: Sequence[int], count: int) -> Any:
-    return _spread(await result, seen, count)
 
 
 def _spread(result: Any, seen: Sequence[int], count: int) -> Any:

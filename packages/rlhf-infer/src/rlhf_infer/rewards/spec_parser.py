@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, absolute_path, has_module, import_object
+from rlhf_data import UserError, has_module, import_object
 from rlhf_infer.rewards.conventions import RewardFunction, function_name
 
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -75,24 +75,8 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
     )
 
 
-def with_absolute_paths(spec: str, builders: Mapping[str, Builder]) -> str:
-    """See `RewardFunctionFactory.with_absolute_paths`; a line that `build` refuses stays as it is."""
-    return _with_paths(spec, builders, absolute_path)
-
-
-def paths_in(spec: str, builders: Mapping[str, Builder]) -> list[str]:
-    """See `RewardFunctionFactory.paths_in`."""
-    found: list[str] = []
-
-    def keep(path: str) -> str:
-        found.append(absolute_path(path))
-        return found[-1]
-
-    _with_paths(spec, builders, keep)
-    return found
-
-
-def _with_paths(spec: str, builders: Mapping[str, Builder], absolute: Callable[[str], str]) -> str:
+def with_paths(spec: str, builders: Mapping[str, Builder], absolute: Callable[[str], str]) -> str:
+    """The line with `absolute` of every file and folder in it; one that `build` refuses stays as it is."""
     rule, _, rest = spec.partition(":")
     if rule in builders:
         parts = _parts(builders[rule], rest) if builders[rule].paths and rest else []
@@ -114,7 +98,7 @@ def _absolute_option(
     if name in builder.paths:
         value = absolute(value)
     if name == "base":
-        value = _with_paths(value, builders, absolute)
+        value = with_paths(value, builders, absolute)
     return f"{name}{equals}{value}"
 
 

@@ -12,7 +12,7 @@ from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.requirements import check_column_lengths
 from rlhf_infer.sampling.budget import AdaptiveComputeAllocator
-from rlhf_infer.sampling.candidates import VOTES, Extract, Selected, Selection
+from rlhf_infer.sampling.candidates import Extract, Selected, Selection, check_extract
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
 from rlhf_infer.sampling.search import BestOfNSearch, SearchRules
 
@@ -187,11 +187,7 @@ def check_best_of_n(
             "majority and draw a fixed number of samples",
             code="missing_scorer",
         )
-    if selection in VOTES and extract is None:
-        raise UserError(
-            f"selection {selection} needs extract, which finds the answer in a completion; give one",
-            code="missing_extract",
-        )
+    check_extract(selection, extract)
     if selection != "best" and adaptive is not None:
         raise invalid_value(
             f"adaptive sampling judges by the best score, which does not decide selection {selection}; take "

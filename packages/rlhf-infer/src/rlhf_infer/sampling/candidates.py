@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rlhf_data import Text
+from rlhf_data import Text, UserError
 from rlhf_data.errors import check_choice
 
 if TYPE_CHECKING:
@@ -156,6 +156,15 @@ def select(
         return -weight, math.inf if score is None else -score, candidates[place].index
 
     return tuple(sorted(range(len(candidates)), key=rank))
+
+
+def check_extract(selection: str, extract: Extract | None) -> None:
+    """Refuse votes without the function that finds what is voted for."""
+    if selection in VOTES and extract is None:
+        raise UserError(
+            f"selection {selection} needs extract, which finds the answer in a completion; give one",
+            code="missing_extract",
+        )
 
 
 def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> dict[str, float]:

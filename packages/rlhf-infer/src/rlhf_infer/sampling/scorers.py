@@ -19,6 +19,12 @@ from rlhf_infer.rewards.texts import text_of
 if TYPE_CHECKING:
     from rlhf_models import ProcessRewardModel, StepAggregate
 
+_PROCESS_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("path", "name", "dtype", "device", "aggregate", "base_model"), str),
+    "max_tokens": int,
+}
+"""Options of `process:` in a line, and what a text is turned into."""
+
 
 class ProcessReward:
     """A process reward model as a reward function: one score in [0, 1] from those of a completion's steps.
@@ -95,25 +101,13 @@ def load_scorer(
 
 def _scorer(line: str, model_options: Mapping[str, Any]) -> RewardFunction:
     kind, colon, _ = line.partition(":")
-    builders = _builders(model_options)
-    if colon and kind in builders:
-        return spec_parser.build(line, builders, {})
+    if colon and kind == "process":
+        build = functools.partial(_process_reward, model_options=model_options)
+        return spec_parser.build(line, {kind: spec_parser.Builder(build, _PROCESS_OPTIONS, ("path",))}, {})
     line = line if colon else model_folder(line)
     if not colon and Path(line).is_dir() and _is_process_model(line):
         return _process_reward(line, model_options=model_options)
     return RewardFunctionFactory.from_spec(line, model_options=model_options)
-
-
-def _builders(model_options: Mapping[str, Any]) -> dict[str, spec_parser.Builder]:
-    process = functools.partial(_process_reward, model_options=model_options)
-    texts = {"path": str, "name": str, "dtype": str, "device": str}
-    return {
-        "process": spec_parser.Builder(
-            lambda path, **options: process(path, **options),
-            texts | {"aggregate": str, "base_model": str, "max_tokens": int},
-            ("path",),
-        ),
-    }
 
 
 def _process_reward(

@@ -8,21 +8,17 @@ from typing import Any
 from rlhf_data import Text, UserError
 from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
-from rlhf_infer.sampling.candidates import VOTES, Extract
+from rlhf_infer.sampling.candidates import Extract, check_extract
 from rlhf_infer.search.settings import SearchSettings
 from rlhf_infer.search.tree import SearchTree
-from rlhf_infer.search.treequest import check_installed
+from rlhf_infer.search.treequest import imported as imported_treequest
 
 
 def check_search_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
     """Refuse settings that conflict with each other or with a search by steps, or need a missing package."""
     if settings.strategy == "ab-mcts":
-        check_installed()
-    if settings.selection in VOTES and extract is None:
-        raise UserError(
-            f"selection {settings.selection} needs extract, which finds the answer in a completion; give one",
-            code="missing_extract",
-        )
+        imported_treequest()
+    check_extract(settings.selection, extract)
     greedy = settings.strategy in ("beam", "dvts") and settings.width == settings.rounds == 1
     if params.temperature == 0 and not greedy:
         raise invalid_value(

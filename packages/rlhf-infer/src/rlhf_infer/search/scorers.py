@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import Text, TokenSequence, UserError, as_completion, pack
+from rlhf_data.records.kind import common_prefix
 from rlhf_infer.rewards.checks import shown
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
@@ -220,8 +221,5 @@ def path_scorer(scorer: Any, aggregate: StepAggregate | None = None) -> PathScor
 def packed_tokens(sequences: Sequence[Sequence[int]]) -> int:
     """Tokens of sequences as one prefix tree: a prefix that several share counts once."""
     ordered = sorted(list(each) for each in sequences)
-    shared = 0
-    for one, other in itertools.pairwise(ordered):
-        pairs = enumerate(zip(one, other, strict=False))
-        shared += next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    shared = sum(itertools.starmap(common_prefix, itertools.pairwise(ordered)))
     return sum(map(len, ordered)) - shared

@@ -113,19 +113,15 @@ class TreeQuestStrategy:
 
 def ab_mcts(width: int, seed: int, *, bounded: bool) -> TreeQuestStrategy:
     """TreeQuest's adaptive branching Monte Carlo tree search with its own settings (arXiv:2503.04412)."""
-    return TreeQuestStrategy(_treequest().ABMCTSA(), width=width, seed=seed, bounded=bounded)
+    return TreeQuestStrategy(imported().ABMCTSA(), width=width, seed=seed, bounded=bounded)
 
 
-def check_installed() -> None:
-    """Check that TreeQuest can be imported.
+def imported() -> Any:
+    """TreeQuest; it is an extra.
 
     Raises:
-        UserError: it cannot.
+        UserError: it is not installed.
     """
-    _treequest()
-
-
-def _treequest() -> Any:
     try:
         return importlib.import_module("treequest")
     except ImportError as error:

@@ -15,13 +15,19 @@ from transformers import AutoConfig, GenerationConfig
 from rlhf_data import BaseConfig, UserError
 from rlhf_data.errors import invalid_value
 from rlhf_infer.engines.constraints import Constraint, schema_as_grammar
-from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
+from rlhf_infer.engines.protocol import Rollout, SamplingParams, end_tokens, ends_of
 
 INSTALL = 'vLLM is not installed; run `pip install "rlhf-infer[vllm]"`, or use the transformers engine'
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM 0.32 reserves room for."""
 TEMPERATURES = (0.01, 2.0)
 """Range that vLLM 0.32 accepts besides 0; it raises lower values to 0.01 and refuses higher ones."""
+
+_SAME_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Sampling parameters that vLLM calls as we do."""
 
 
 class VLLMSettings(BaseConfig):
@@ -50,23 +56,17 @@ class VLLMSettings(BaseConfig):
 
     def engine_arguments(self) -> dict[str, Any]:
         """The settings under the names of vLLM's engine arguments."""
-        arguments: dict[str, Any] = {
-            "dtype": self.dtype,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "enforce_eager": self.enforce_eager,
-            "seed": self.seed,
-            "generation_config": "vllm",
-        }
+        names = (
+            *("dtype", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager", "seed"),
+            *("max_model_len", "speculative_config"),
+        )
+        arguments = {name: value for name in names if (value := getattr(self, name)) is not None}
+        arguments["generation_config"] = "vllm"
         if self.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(self.kv_cache_gib * (1 << 30))
-        if self.max_model_len is not None:
-            arguments["max_model_len"] = self.max_model_len
         if self.max_lora_rank is not None:
             rank = next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-        if self.speculative_config is not None:
-            arguments["speculative_config"] = self.speculative_config
         return arguments | self.options
 
 
@@ -95,15 +95,7 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
         except OSError:  # the folder has none
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             ends = getattr(config.get_text_config(), "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
-    found = sorted({end for end in [*ends, tokenizer.eos_token_id] if end is not None})
-    if not found:
-        raise UserError(
-            "the tokenizer and the generation config have no end-of-sequence token; "
-            "set eos_token in the tokenizer",
-            code="no_end_token",
-        )
-    return found
+    return end_tokens(ends, tokenizer)
 
 
 def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, limit: int) -> None:
@@ -148,7 +140,7 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: 
 
 def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """Fields that vLLM's `SamplingParams` and its completions endpoint share, for all samples of a call."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {name: getattr(params, name) for name in _SAME_NAMES}
     if params.logit_bias:
         fields["logit_bias"] = dict(params.logit_bias)
     if params.constraint is not None:
@@ -156,13 +148,6 @@ def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict
     return fields | {
         "max_tokens": params.max_new_tokens,
         "min_tokens": params.min_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "stop": list(params.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,

@@ -60,7 +60,8 @@ _QUOTES = "\"'“”‘’`* "
 _ENDINGS = f"{_QUOTES}.,;:!?"
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
-_NAMED_NUMBERS: dict[str, int] = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+NAMED_NUMBERS: dict[str, int] = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+"""The numbers that have a word of their own, up to ninety."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,10 @@ def _only_number(text: str) -> Number | None:
 def _number_word(text: str) -> Number | None:
     """The number from 0 to 99 that a text says in one word, or two with a hyphen."""
     tens, hyphen, ones = normal_form(text).partition("-")
-    value = _NAMED_NUMBERS.get(tens)
+    value = NAMED_NUMBERS.get(tens)
     if value is None or not hyphen:
         return None if value is None else Number(Fraction(value))
-    unit = _NAMED_NUMBERS.get(ones, 0)
+    unit = NAMED_NUMBERS.get(ones, 0)
     return Number(Fraction(value + unit)) if value >= 20 and 0 < unit < 10 else None
 
 

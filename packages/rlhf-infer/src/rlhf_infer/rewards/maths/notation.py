@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rlhf_infer.rewards.answers.read_answers import NAMED_NUMBERS
+
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*"
 _POWER = r"\s*\^\s*(?:\{\s*\d\s*\}|\d)"
 _SPACE = r"(?:\\[,;:! ]|\\cdot(?![A-Za-z])|[\s/.~·])"
@@ -16,20 +18,6 @@ _BASE = re.compile(
     r"(?:\{(?P<braced>[^{}]*(?:\{[^{}]*\})?[^{}]*)\}|(?P<digit>\d))"
 )
 _BASE_WORD = re.compile(r"\bbase\W{0,2}(\w+)")
-_NUMERALS = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "ten": "10",
-    "eleven": "11",
-    "twelve": "12",
-    "sixteen": "16",
-}
 _SIDE = re.compile(r"=|\\approx|≈|\\in(?![A-Za-z])")
 _RELATION = re.compile(r"\\mid|[:|<>]|\\[lg]eq?(?![A-Za-z])")
 _SPELLINGS = """
@@ -109,7 +97,7 @@ def _bases(formula: str) -> list[str]:
     found = [match["braced"] or match["digit"] for match in _BASE.finditer(formula)]
     found = [re.sub(r"\\text|\\mathrm|base|[\W_]", "", base) for base in found]
     found = found or _BASE_WORD.findall(formula)
-    return sorted(_NUMERALS.get(base.lower(), base) for base in found)
+    return sorted(str(NAMED_NUMBERS.get(base.lower(), base)) for base in found)
 
 
 def _list_kind(formula: str) -> str:
