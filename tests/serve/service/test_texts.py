@@ -125,7 +125,9 @@ def test_messages_become_plain(texts: Texts) -> None:
     found = checked_messages([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
     assert found == [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]
     image = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(APIError, match=r"messages\[0\].content has a part that is not text"):
+    with pytest.raises(
+        APIError, match=r"messages\[0\].content must be a text, or a list of parts of type text"
+    ):
         checked_messages([{"role": "user", "content": [image]}])
     with pytest.raises(APIError, match="no chat template"):
         texts.prompt_ids(found)

@@ -70,15 +70,11 @@ def unknown_token(message: str, param: str) -> APIError:
     return invalid_request(message, param, "unknown_token")
 
 
-def unauthorized(message: str = "no valid API key: send the header `Authorization: Bearer KEY`") -> APIError:
+def unauthorized() -> APIError:
     """401: no API key, or an unknown one; the response does not tell which."""
-    return APIError(
-        401,
-        message,
-        "authentication_error",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+    message = "no valid API key: send the header `Authorization: Bearer KEY`"
+    headers = {"WWW-Authenticate": "Bearer"}
+    return APIError(401, message, "authentication_error", code="invalid_api_key", headers=headers)
 
 
 def model_not_found(name: str, served: Sequence[str]) -> APIError:
@@ -132,7 +128,7 @@ def body_too_large(limit: int) -> APIError:
 
 def rate_limited(message: str, retry_after_s: float, *, code: str = "rate_limit_exceeded") -> APIError:
     """429: too much from this client; `retry_after_s` seconds from now it may be accepted."""
-    headers = _retry_after(retry_after_s)
+    headers = {"Retry-After": str(_seconds(retry_after_s))}
     return APIError(429, message, "rate_limit_error", code=code, headers=headers)
 
 
@@ -178,18 +174,13 @@ def engine_dead() -> APIError:
 
 def internal_error(request_id: str) -> APIError:
     """500: a bug in the server; its log has the traceback, under the request's id."""
-    return APIError(
-        500, f"internal server error, request id {request_id}", "server_error", code="internal_error"
-    )
+    message = f"internal server error, request id {request_id}"
+    return APIError(500, message, "server_error", code="internal_error")
 
 
 def _seconds(seconds: float) -> int:
     """Whole seconds for Retry-After: at least 1."""
     return max(1, math.ceil(seconds))
-
-
-def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(_seconds(seconds))}
 
 
 def shown(value: Any) -> str:

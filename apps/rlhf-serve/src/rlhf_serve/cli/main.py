@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,90 +21,102 @@ _COMPRESSIONS = ("question", "surprisal", "contrastive")
 _LOADING = "loading torch and transformers, which takes some seconds"
 _BUILDING = "; a demonstration of another seed is built first, which takes minutes"
 
-Decorator = Callable[[Any], Any]
+
+def _option(names: str, help: str, **more: Any) -> click.Option:
+    """An option with its names, the last of which may be that of a setting."""
+    return click.Option(names.split(), help=help, **more)
 
 
-def _model_options(*, several: bool = True) -> list[Decorator]:
+def _count(names: str, help: str, least: int = 1, **more: Any) -> click.Option:
+    return _option(names, help, type=click.IntRange(min=least), **more)
+
+
+def _choice(names: str, help: str, of: Sequence[str]) -> click.Option:
+    return _option(names, help, type=click.Choice(of))
+
+
+def _settings_options() -> list[click.Parameter]:
+    """Options of all commands."""
+    return [
+        _option("--config", "JSON or YAML file of settings.", type=click.Path()),
+        _option("--set overrides", "Override one setting; repeatable.", multiple=True, metavar="KEY=VALUE"),
+    ]
+
+
+def _rows_options(rows: str) -> list[click.Parameter]:
+    """Options of the commands over a file."""
+    return [
+        _option("--input input_path", f"Rows with {rows}.", required=True, metavar="FILE"),
+        _option("--output output_path", "JSON lines.", required=True, metavar="FILE"),
+    ]
+
+
+def _overwrite() -> click.Option:
+    return _option("--overwrite", "Replace an existing output instead of continuing it.", is_flag=True)
+
+
+def _model_options(*, several: bool = True) -> list[click.Parameter]:
     """Options of all commands about models; defaults are those of `rlhf_serve.settings`."""
     candidates = [
-        click.option("--n", type=click.IntRange(min=1), help="Candidates per prompt.  [default: 8]"),
-        click.option("--answer", type=click.Choice(_ANSWERS), help="What votes count.  [default: text]"),
+        _count("--n", "Candidates per prompt.  [default: 8]"),
+        _choice("--answer", "What votes count.  [default: text]", _ANSWERS),
     ]
     return [
-        click.option("--config", type=click.Path(), help="JSON or YAML file of settings."),
-        click.option(
-            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
-        ),
-        click.option("--model", metavar="PATH|HUB_ID", help="Policy.  [default: a tiny demonstration]"),
-        click.option(
-            "--reward-model",
-            "--reward",
-            "reward",
+        *_settings_options(),
+        _option("--model", "Policy.  [default: a tiny demonstration]", metavar="PATH|HUB_ID"),
+        _option(
+            "--reward-model --reward reward",
+            "Reward of candidates: a reward model, an ensemble or a process reward model, "
+            "pkg.mod:function, a URL, or a rule; repeatable.",
             multiple=True,
             metavar="SOURCE",
-            help="Reward of candidates: a reward model, an ensemble or a process reward model, "
-            "pkg.mod:function, a URL, or a rule; repeatable.",
         ),
         *(candidates if several else ()),
-        click.option(
-            "--draft-model", metavar="PATH|HUB_ID", help="Small model that guesses tokens ahead, for speed."
-        ),
-        click.option(
+        _option("--draft-model", "Small model that guesses tokens ahead, for speed.", metavar="PATH|HUB_ID"),
+        _choice(
             "--draft",
-            type=click.Choice(("ngram", "layers")),
-            help="Guess tokens from repetitions, or by the model's first layers, for speed.",
+            "Guess tokens from repetitions, or by the model's first layers, for speed.",
+            ("ngram", "layers"),
         ),
-        click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
-        click.option(
+        _choice("--backend", "Generation engine.  [default: auto]", _BACKENDS),
+        _choice(
             "--dtype",
-            type=click.Choice(_DTYPES),
-            help="Dtype of the weights.  [default: as stored; with vLLM half precision for float32]",
+            "Dtype of the weights.  [default: as stored; with vLLM half precision for float32]",
+            _DTYPES,
         ),
-        click.option("--device", metavar="DEVICE", help="Device of the models.  [default: the GPU, if any]"),
-        click.option("--chat-template", metavar="FILE", help="Chat template for a tokenizer without one."),
-        click.option("--seed", type=click.IntRange(min=0), help="Seed of the demonstration.  [default: 0]"),
+        _option("--device", "Device of the models.  [default: the GPU, if any]", metavar="DEVICE"),
+        _option("--chat-template", "Chat template for a tokenizer without one.", metavar="FILE"),
+        _count("--seed", "Seed of the demonstration.  [default: 0]", 0),
     ]
 
 
-def _server_options() -> list[Decorator]:
+def _server_options() -> list[click.Parameter]:
+    above_0 = click.FloatRange(min=0, min_open=True)
     return [
-        click.option("--served-model-name", metavar="NAME", help="Model name for clients."),
-        click.option(
-            "--host", metavar="ADDRESS", help="Address to listen on.  [default: 127.0.0.1, this machine only]"
+        _option("--served-model-name", "Model name for clients.", metavar="NAME"),
+        _option(
+            "--host", "Address to listen on.  [default: 127.0.0.1, this machine only]", metavar="ADDRESS"
         ),
-        click.option(
-            "--port", type=click.IntRange(0, 65535), help="Port; 0 for a free one.  [default: 8000]"
-        ),
-        click.option(
-            "--api-keys-file", metavar="FILE", help="File of API keys, one per line: `name key` or `key`."
-        ),
-        click.option(
-            "--requests-per-minute", type=click.FloatRange(min=0, min_open=True), help="Limit for each key."
-        ),
-        click.option("--max-concurrent-per-key", type=click.IntRange(min=1), help="Limit for each key."),
-        click.option("--max-n", type=click.IntRange(min=1), help="Maximum number of candidates per request."),
-        click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum completion length in tokens."),
-        click.option("--max-waiting", type=click.IntRange(min=0), help="Maximum length of the queue."),
-        click.option(
-            "--cors-origin",
-            "cors_origins",
+        _option("--port", "Port; 0 for a free one.  [default: 8000]", type=click.IntRange(0, 65535)),
+        _option("--api-keys-file", "File of API keys, one per line: `name key` or `key`.", metavar="FILE"),
+        _option("--requests-per-minute", "Limit for each key.", type=above_0),
+        _count("--max-concurrent-per-key", "Limit for each key."),
+        _count("--max-n", "Maximum number of candidates per request."),
+        _count("--max-tokens", "Maximum completion length in tokens."),
+        _count("--max-waiting", "Maximum length of the queue.", 0),
+        _option(
+            "--cors-origin cors_origins",
+            "Web pages of this origin may use the server; * for all; repeatable.",
             multiple=True,
             metavar="ORIGIN",
-            help="Web pages of this origin may use the server; * for all; repeatable.",
         ),
-        click.option("--log-prompts", is_flag=True, default=None, help="Log prompts."),
-        click.option(
+        _option("--log-prompts", "Log prompts.", is_flag=True, default=None),
+        _option(
             "--feedback",
+            "Take ratings of answers, and append them as rows for rlhf-train kto.",
             metavar="FILE",
-            help="Take ratings of answers, and append them as rows for rlhf-train kto.",
         ),
     ]
-
-
-def _decorated(command: Any, options: list[Decorator]) -> Any:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _serve(context: click.Context, **options: Any) -> None:
@@ -195,157 +207,107 @@ def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = l
     return settings
 
 
-def _file_options(*, several: bool = True) -> list[Decorator]:
+def _file_options(*, several: bool = True) -> list[click.Parameter]:
     """Options of the commands over a file of prompts."""
     return [
-        click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with prompts."),
-        click.option("--output", "output_path", required=True, metavar="FILE", help="JSON lines."),
+        *_rows_options("prompts"),
         *_model_options(several=several),
-        click.option(
-            "--max-tokens",
-            type=click.IntRange(min=1),
-            help="Maximum completion length in tokens.  [default: 256]",
-        ),
-        click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
-        click.option(
-            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
-        ),
-        click.option(
-            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
-        ),
-        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
-        click.option(
-            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
-        ),
+        _count("--max-tokens", "Maximum completion length in tokens.  [default: 256]"),
+        _option("--temperature", "[default: 1]", type=click.FloatRange(min=0)),
+        _option("--top-p", "[default: 1]", type=click.FloatRange(0, 1, min_open=True)),
+        _option("--stop", "Text that ends a completion; repeatable.", multiple=True, metavar="TEXT"),
+        _count("--sampling-seed", "Seed of the samples.  [default: 0]", 0),
+        _count("--batch-size", "Prompts per batch.  [default: 16]"),
+        _overwrite(),
     ]
 
 
-def _generate_options() -> list[Decorator]:
+def _generate_options() -> list[click.Parameter]:
     return [
         *_file_options(),
-        click.option(
-            "--top-k-candidates",
-            "keep",
-            type=click.IntRange(min=1),
-            metavar="K",
-            help="Also write the best K candidates of each row.",
-        ),
-        click.option(
-            "--selection",
-            type=click.Choice(("best", "majority", "weighted")),
-            help="How the winner is chosen.",
-        ),
-        click.option(
+        _count("--top-k-candidates keep", "Also write the best K candidates of each row.", metavar="K"),
+        _choice("--selection", "How the winner is chosen.", ("best", "majority", "weighted")),
+        _count(
             "--budget",
-            type=click.IntRange(min=1),
+            "Mean samples per prompt, allocated by expected gain, at most --n each.",
             metavar="N",
-            help="Mean samples per prompt, allocated by expected gain, at most --n each.",
         ),
-        click.option(
-            "--stop-early",
-            is_flag=True,
-            help="Stop sampling a prompt once its best is unlikely to be beaten.",
+        _option(
+            "--stop-early", "Stop sampling a prompt once its best is unlikely to be beaten.", is_flag=True
         ),
-        click.option(
-            "--search",
-            "search__strategy",
-            type=click.Choice(_SEARCHES),
-            help="Search step by step, guided by the reward model.",
-        ),
-        click.option(
-            "--search-width",
-            "search__width",
-            type=click.IntRange(min=1),
+        _choice("--search search__strategy", "Search step by step, guided by the reward model.", _SEARCHES),
+        _count(
+            "--search-width search__width",
+            "Steps drawn of a prompt at a time.  [default: 8]",
             metavar="N",
-            help="Steps drawn of a prompt at a time.  [default: 8]",
         ),
-        click.option(
-            "--search-budget-tokens",
-            "search__budget_tokens",
-            type=click.IntRange(min=1),
+        _count(
+            "--search-budget-tokens search__budget_tokens",
+            "Tokens generated for a prompt at most.  [default: 2048]",
             metavar="N",
-            help="Tokens generated for a prompt at most.  [default: 2048]",
         ),
-        click.option("--search-tree", metavar="FILE", help="Also write everything that was drawn."),
+        _option("--search-tree", "Also write everything that was drawn.", metavar="FILE"),
     ]
 
 
-def _label_options() -> list[Decorator]:
+def _label_options() -> list[click.Parameter]:
     return [
         *_file_options(),
-        click.option(
-            "--solutions",
-            "labels__solutions",
-            type=click.IntRange(min=1),
+        _count(
+            "--solutions labels__solutions",
+            "Solutions per prompt, each a row.  [default: 4]",
             metavar="N",
-            help="Solutions per prompt, each a row.  [default: 4]",
         ),
-        click.option(
-            "--completions",
-            "labels__completions",
-            type=click.IntRange(min=1),
+        _count(
+            "--completions labels__completions",
+            "Completions drawn after each step.  [default: 8]",
             metavar="N",
-            help="Completions drawn after each step.  [default: 8]",
         ),
-        click.option(
-            "--estimation",
-            "labels__estimation",
-            type=click.Choice(("hard", "soft")),
-            help="1 if any completion is right, or the share that is.  [default: hard]",
+        _choice(
+            "--estimation labels__estimation",
+            "1 if any completion is right, or the share that is.  [default: hard]",
+            ("hard", "soft"),
         ),
     ]
 
 
-def _refine_options() -> list[Decorator]:
+def _refine_options() -> list[click.Parameter]:
     return [
         *_file_options(several=False),
-        click.option("--critic", metavar="PATH|HUB_ID", help="Model that criticises.  [default: the policy]"),
-        click.option("--critic-max-tokens", type=click.IntRange(min=1), help="[default: --max-tokens]"),
-        click.option("--principles", metavar="FILE", help="Principles that critiques are about, in turn."),
-        click.option("--rounds", type=click.IntRange(min=0), help="Rewrites at most.  [default: 3]"),
-        click.option(
+        _option("--critic", "Model that criticises.  [default: the policy]", metavar="PATH|HUB_ID"),
+        _count("--critic-max-tokens", "[default: --max-tokens]"),
+        _option("--principles", "Principles that critiques are about, in turn.", metavar="FILE"),
+        _count("--rounds", "Rewrites at most.  [default: 3]", 0),
+        _choice(
             "--until",
-            type=click.Choice(("score", "no_change", "verdict", "never")),
-            help="What ends rounds earlier: no better score, no change, a critique that finds nothing.",
+            "What ends rounds earlier: no better score, no change, a critique that finds nothing.",
+            ("score", "no_change", "verdict", "never"),
         ),
-        click.option(
-            "--keep", type=click.Choice(("best", "last")), help="Draft that is kept.  [default: best]"
-        ),
-        click.option(
-            "--min-gain", type=click.FloatRange(min=0), help="Gain in score that counts.  [default: 0]"
-        ),
+        _choice("--keep", "Draft that is kept.  [default: best]", ("best", "last")),
+        _option("--min-gain", "Gain in score that counts.  [default: 0]", type=click.FloatRange(min=0)),
     ]
 
 
-def _compress_options() -> list[Decorator]:
+def _compress_options() -> list[click.Parameter]:
     return [
-        click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with texts."),
-        click.option("--output", "output_path", required=True, metavar="FILE", help="JSON lines."),
-        click.option("--config", type=click.Path(), help="JSON or YAML file of settings."),
-        click.option(
-            "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
+        *_rows_options("texts"),
+        *_settings_options(),
+        _option("--model", "Language model that scores.", metavar="PATH|HUB_ID"),
+        _option("--text-key", "Column of the text.  [default: prompt]", metavar="COLUMN"),
+        _option("--question-key", "Column of what is asked of it.", metavar="COLUMN"),
+        _choice("--method", "[default: question]", _COMPRESSIONS),
+        _option(
+            "--ratio", "Compression ratio: 4 keeps a quarter of the tokens.", type=click.FloatRange(min=1)
         ),
-        click.option("--model", metavar="PATH|HUB_ID", help="Language model that scores."),
-        click.option("--text-key", metavar="COLUMN", help="Column of the text.  [default: prompt]"),
-        click.option("--question-key", metavar="COLUMN", help="Column of what is asked of it."),
-        click.option("--method", type=click.Choice(_COMPRESSIONS), help="[default: question]"),
-        click.option(
-            "--ratio",
-            type=click.FloatRange(min=1),
-            help="Compression ratio: 4 keeps a quarter of the tokens.",
-        ),
-        click.option("--max-tokens", type=click.IntRange(min=1), help="Token budget of each text."),
-        click.option("--keep-first", type=click.IntRange(min=0), metavar="N", help="Keep the first tokens."),
-        click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the last tokens."),
-        click.option("--protect", multiple=True, metavar="TEXT", help="Keep this text; repeatable."),
-        click.option("--units", type=click.Choice(("sentence", "token")), help="[default: sentence]"),
-        click.option("--dtype", type=click.Choice(_DTYPES), help="[default: as stored]"),
-        click.option("--device", metavar="DEVICE", help="[default: the GPU, if any]"),
-        click.option("--batch-size", type=click.IntRange(min=1), help="Rows at a time.  [default: 16]"),
-        click.option(
-            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
-        ),
+        _count("--max-tokens", "Token budget of each text."),
+        _count("--keep-first", "Keep the first tokens.", 0, metavar="N"),
+        _count("--keep-last", "Keep the last tokens.", 0, metavar="N"),
+        _option("--protect", "Keep this text; repeatable.", multiple=True, metavar="TEXT"),
+        _choice("--units", "[default: sentence]", ("sentence", "token")),
+        _choice("--dtype", "[default: as stored]", _DTYPES),
+        _option("--device", "[default: the GPU, if any]", metavar="DEVICE"),
+        _count("--batch-size", "Rows at a time.  [default: 16]"),
+        _overwrite(),
     ]
 
 
@@ -363,12 +325,9 @@ main = click.group(
     cls=_Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-)(
-    click.version_option(package_name="rlhf-serve")(
-        _decorated(click.pass_context(_serve), [*_model_options(), *_server_options()])
-    )
-)
-main.add_command(click.command("generate")(_decorated(_generate, _generate_options())))
-main.add_command(click.command("label-steps")(_decorated(_label_steps, _label_options())))
-main.add_command(click.command("refine")(_decorated(_refine, _refine_options())))
-main.add_command(click.command("compress")(_decorated(_compress, _compress_options())))
+)(click.version_option(package_name="rlhf-serve")(click.pass_context(_serve)))
+main.params += [*_model_options(), *_server_options()]
+main.add_command(click.command("generate", params=_generate_options())(_generate))
+main.add_command(click.command("label-steps", params=_label_options())(_label_steps))
+main.add_command(click.command("refine", params=_refine_options())(_refine))
+main.add_command(click.command("compress", params=_compress_options())(_compress))

@@ -22,7 +22,7 @@ from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.feedback import FeedbackLog, add_feedback
 from rlhf_serve.http.generate_request import Generating
-from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
+from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.score_routes import SCORING, add_scoring
 from rlhf_serve.http.streaming import ClientLeft, EventStream, attended
 from rlhf_serve.http.telemetry import AccessLog, Metrics, record_of
@@ -69,7 +69,13 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.admission = admission
     app.add_exception_handler(ClientLeft, lambda request, error: Response(status_code=499))
-    app.add_middleware(middleware.Gate, limits=_limits(settings, admission))
+    app.add_middleware(
+        middleware.Gate,
+        paths=_COMPUTING,
+        admission=admission,
+        per_minute=settings.requests_per_minute,
+        at_once=settings.max_concurrent_per_key,
+    )
     middleware.install(
         app,
         metrics=metrics,
@@ -88,7 +94,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    _add_open_routes(app, served, settings, admission)
+    _add_status(app, served, settings, metrics)
     _add_models(app, served)
     log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model, settings.model)
     _add_generation(app, served, settings, admission, log)
@@ -96,13 +102,6 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         add_feedback(app, log, served.service.texts.workers)
     add_scoring(app, served, settings, admission)
     add_tokens(app, served, settings)
-
-    @app.get("/metrics")
-    async def prometheus(request: Request) -> Response:
-        """Metrics in Prometheus' format."""
-        body, kind = metrics.render(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": kind})
-
     return app
 
 
@@ -116,18 +115,9 @@ def _build_of(served: Served) -> dict[str, str]:
     }
 
 
-def _limits(settings: ServeSettings, admission: Admission) -> middleware.Limits:
-    """The limits on the routes that compute: rate and concurrency of each key, room in the queue."""
-    rate, at_once = settings.requests_per_minute, settings.max_concurrent_per_key
-    return middleware.Limits(
-        _COMPUTING,
-        admission=admission,
-        rate=None if rate is None else RateLimiter(rate),
-        concurrency=None if at_once is None else ConcurrencyLimiter(at_once),
-    )
+def _add_status(app: FastAPI, served: Served, settings: ServeSettings, metrics: Metrics) -> None:
+    """The page, and what the server says of itself."""
 
-
-def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
     @app.get("/", include_in_schema=False)
     async def home() -> Response:
         return page.response()
@@ -160,6 +150,12 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admi
     async def version_() -> dict[str, str]:
         """Version of this server."""
         return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def prometheus(request: Request) -> Response:
+        """Metrics in Prometheus' format."""
+        body, kind = metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
 
 
 def _check_alive(served: Served) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -207,43 +206,39 @@ class AccessControl:
         await self.app(scope, receive, send)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits on requests: room in the queue, and what each key may ask for; None for any number."""
-
-    paths: Collection[str]
-    admission: Admission
-    rate: RateLimiter | None = None
-    concurrency: ConcurrencyLimiter | None = None
-
-    @contextlib.contextmanager
-    def hold(self, key: str) -> Iterator[None]:
-        """Count a request of a key for as long as the context lasts.
-
-        Raises:
-            APIError: 429.
-        """
-        self.admission.check()
-        with contextlib.nullcontext() if self.concurrency is None else self.concurrency.hold(key):
-            if self.rate is not None:
-                self.rate.take(key)
-            yield
-
-
 class Gate:
-    """Refuses requests that are over a limit, before anything of their body is read."""
+    """Refuses requests that are over a limit, before anything of their body is read.
 
-    def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
-        self.app, self.limits = app, limits
+    The limits on the routes `paths` are room in the queue, and what each key may ask for in a minute and at a
+    time; None for any number.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        paths: Collection[str],
+        admission: Admission,
+        per_minute: float | None,
+        at_once: int | None,
+    ) -> None:
+        self.app, self.paths, self.admission = app, paths, admission
+        self._rate = None if per_minute is None else RateLimiter(per_minute)
+        self._concurrency = None if at_once is None else ConcurrencyLimiter(at_once)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app within, or answer with 429."""
-        if scope["type"] != "http" or scope["path"] not in self.limits.paths:
+        if scope["type"] != "http" or scope["path"] not in self.paths:
             return await self.app(scope, receive, send)
         record = record_of(scope)
+        key = record.key or ANONYMOUS
         with contextlib.ExitStack() as held:
             try:
-                held.enter_context(self.limits.hold(record.key or ANONYMOUS))
+                self.admission.check()
+                if self._concurrency is not None:
+                    held.enter_context(self._concurrency.hold(key))
+                if self._rate is not None:
+                    self._rate.take(key)
             except errors.APIError as error:
                 record.error = error.code
                 return await error.response()(scope, receive, send)

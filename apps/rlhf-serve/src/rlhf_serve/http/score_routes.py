@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_data import Text, UserError, as_completion
+from rlhf_infer import Samples
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
@@ -33,15 +34,6 @@ _SCORE, _OPENRLHF, _RERANK = ("/v1/score", "/score"), "/get_reward", ("/rerank",
 SCORING = (*_SCORE, _OPENRLHF, *_RERANK)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Completions to score, from a request: B of each, texts or messages, and B values of each column."""
-
-    prompts: list[Text]
-    completions: list[Text]
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-
-
 def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
     """Add the routes of `SCORING`."""
     service = served.service
@@ -50,8 +42,7 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission
     @app.post(_SCORE[0])
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How good completions are after their prompts."""
-        if body.model is not None:
-            served.check_model(body.model)
+        served.check_model(body.model)
         batch = partial(_score_batch, body, service)
         found = await _scores(service, settings, admission, request, batch, fill_in=False)
         data = [
@@ -67,12 +58,12 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission
     @app.post(_RERANK[0])
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents ranked by the rewards that they have as answers to a query, as Cohere and Jina answer."""
-        if body.model is not None:
-            served.check_model(body.model)
+        served.check_model(body.model)
         texts = _documents(body)
         batch = partial(_score_batch, _as_scores(body, texts), service)
         found = await _scores(service, settings, admission, request, batch, fill_in=False)
-        ranked = sorted(range(len(texts)), key=lambda i: _worst_last(found.total[i]), reverse=True)
+        scores = [-math.inf if total is None else total for total in found.total]
+        ranked = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
         results = [
             {"index": i, "relevance_score": found.total[i]}
             | ({"document": {"text": texts[i]}} if body.return_documents else {})
@@ -96,7 +87,7 @@ async def _scores(
     settings: ServeSettings,
     admission: Admission,
     request: Request,
-    make_batch: Callable[[], Batch],
+    make_batch: Callable[[], Samples],
     *,
     fill_in: bool,
 ) -> Scores:
@@ -148,21 +139,17 @@ def _as_scores(body: RerankRequest, texts: list[str]) -> ScoreRequest:
     )
 
 
-def _worst_last(score: float | None) -> float:
-    return -math.inf if score is None else score
-
-
 def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
 
 
-def _counted(batch: Batch, service: BestOfNService) -> tuple[Batch, int]:
+def _counted(batch: Samples, service: BestOfNService) -> tuple[Samples, int]:
     """A batch, and the tokens of its texts in the policy's vocabulary."""
     texts = map(text_of, (*batch.prompts, *batch.completions))
     return batch, sum(len(service.texts.token_ids(text)) for text in texts)
 
 
-def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:
+def _score_batch(body: ScoreRequest, service: BestOfNService) -> Samples:
     service.texts.check_template(body.chat_template_kwargs)
     given: Any = body.text_1
     if isinstance(given, str) or (given and isinstance(given[0], dict)):
@@ -186,7 +173,7 @@ def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:
     return _batch(prompts, after, body.reward_columns or {}, "reward_columns")
 
 
-def _reward_batch(body: RewardRequest, service: BestOfNService) -> Batch:
+def _reward_batch(body: RewardRequest, service: BestOfNService) -> Samples:
     columns = dict(body.columns or {})
     if body.labels is not None:
         columns = {"labels": body.labels, "label": body.labels, "answer": body.labels} | columns
@@ -232,7 +219,7 @@ def _as_read(prompt: Any, completion: Any, service: BestOfNService) -> tuple[Tex
 
 def _batch(
     prompts: list[Text], completions: list[Text], columns: dict[str, list[Any]], field_name: str
-) -> Batch:
+) -> Samples:
     for name, values in columns.items():
         if len(values) != len(completions):
             raise invalid_request(
@@ -240,7 +227,7 @@ def _batch(
                 "each completion",
                 field_name,
             )
-    return Batch(prompts, completions, columns)
+    return Samples(prompts, completions, None, columns)
 
 
 def _listed(prompts: Any) -> list[Any]:

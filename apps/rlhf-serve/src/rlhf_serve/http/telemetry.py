@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
+
+from rlhf_serve.http.limits import Admission
 
 access_logger = logging.getLogger("rlhf_serve.access")
 
@@ -73,20 +75,6 @@ def record_of(request: HTTPConnection | Scope) -> RequestRecord:
     return state["record"]
 
 
-class Queue(Protocol):
-    """Whose lengths are shown as gauges; `rlhf_serve.http.limits.Admission` is one."""
-
-    @property
-    def running(self) -> int:
-        """Requests that are being served."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait to be served."""
-        ...
-
-
 class Metrics:
     """The server's Prometheus metrics, on a separate registry.
 
@@ -126,7 +114,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, queue: Queue) -> None:
+    def watch(self, queue: Admission) -> None:
         """Show the lengths of `queue` as gauges, read whenever metrics are requested."""
         for name, help_text, read in (
             ("queue_depth", "Requests that wait to be served", lambda: queue.waiting),

@@ -16,11 +16,9 @@ from rlhf_serve.openai.parse_request import tokenized
 from rlhf_serve.service.served_model import Served
 from rlhf_serve.settings import ServeSettings
 
-TOKENS = _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
-
 
 def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
-    """Add the routes of `TOKENS`."""
+    """Add the routes that turn texts into tokens and back."""
     texts = served.service.texts
 
     async def in_thread(request: Request, work: Any) -> Any:
@@ -30,11 +28,10 @@ def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
 
         return await attended(request.receive, waited())
 
-    @app.post(_TOKENIZE)
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The tokens of a text or a conversation."""
-        if body.model is not None:
-            served.check_model(body.model)
+        served.check_model(body.model)
         tokens = await in_thread(request, partial(tokenized, body, texts))
         found = {
             "count": len(tokens),
@@ -45,11 +42,10 @@ def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
             found["token_strs"] = [texts.token_bytes.text(token) for token in tokens]
         return JSONResponse(found)
 
-    @app.post(_DETOKENIZE)
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of tokens."""
-        if body.model is not None:
-            served.check_model(body.model)
+        served.check_model(body.model)
         vocabulary = len(texts.tokenizer)
         if not all(0 <= token < vocabulary for token in body.tokens):
             raise unknown_token(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")

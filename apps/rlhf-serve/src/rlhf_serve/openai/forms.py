@@ -27,7 +27,7 @@ def form_of(body: Generation) -> Constraint | None:
         APIError: 400; the field is named.
     """
     found: dict[str, Constraint] = {}
-    response = getattr(body, "response_format", None)
+    response = body.response_format
     if response is not None and response.get("type") != "text":
         found["response_format"] = _of_response_format(response)
     if body.structured_outputs is not None:
@@ -51,7 +51,7 @@ def form_of(body: Generation) -> Constraint | None:
 def form_field(body: Generation) -> str:
     """The field that gives the answers their form: the last that is not null, `tool_choice` if all are."""
     names = ("response_format", "structured_outputs", *_GUIDED.values())
-    return next((name for name in reversed(names) if getattr(body, name, None) is not None), "tool_choice")
+    return next((name for name in reversed(names) if getattr(body, name) is not None), "tool_choice")
 
 
 def of_schema(schema: Any, where: str) -> Constraint:

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
-from rlhf_serve.openai.schema import Body, Messages, TokenIds, Utf8
+from rlhf_serve.openai.schema import Body, Messages, ModelName, TokenIds, Tools, Utf8
 
 
 class RerankRequest(Body):
     """`POST /rerank`: documents ranked by the rewards that they have as answers to a query."""
 
-    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    model: ModelName | None = None
     query: Utf8 | Messages
     """A text, or a conversation."""
     documents: Annotated[list[Utf8 | dict[str, Any]], Field(min_length=1, fail_fast=True)]
@@ -29,7 +29,7 @@ class RerankRequest(Body):
 class TokenizeRequest(Body):
     """`POST /tokenize`: a text or a conversation as tokens."""
 
-    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    model: ModelName | None = None
     prompt: Utf8 | None = None
     messages: Messages | None = None
     """Instead of `prompt`."""
@@ -39,14 +39,14 @@ class TokenizeRequest(Body):
     continue_final_message: StrictBool = False
     return_token_strs: StrictBool = False
     """Return the tokens' texts too."""
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Body):
     """`POST /detokenize`: the text of tokens."""
 
-    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    model: ModelName | None = None
     tokens: TokenIds
 
 

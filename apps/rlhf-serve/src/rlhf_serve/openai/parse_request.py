@@ -73,8 +73,8 @@ def chat_requests(
             "tools go with no other form of the answer; leave one of both out", form_field(body)
         )
     form = form if tools is None else tools.constraint
-    asked = _Asked(limit, logprobs, form)
-    request = _request(body, _Prompt(prompt, ids, body.reward_columns or {}), asked, settings, service)
+    read = _Prompt(prompt, ids, body.reward_columns or {})
+    request = _request(body, read, settings, service, max_tokens=limit, logprobs=logprobs, form=form)
     if body.continue_final_message and request.scored and service.messages:
         raise invalid_request(
             "rewards read whole messages; continue_final_message needs selection none", "selection"
@@ -137,7 +137,7 @@ def completion_requests(
     if body.echo and body.stream:
         raise invalid_request("an echo is not streamed; leave echo or stream out", "echo")
     requests = []
-    asked = _Asked(body.max_tokens, body.logprobs, form_of(body))
+    asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "form": form_of(body)}
     vocabulary = _vocabulary(service)
     for prompt, columns in zip(prompts, _rows(body, len(prompts)), strict=True):
         if isinstance(prompt, str):
@@ -146,7 +146,7 @@ def completion_requests(
             if not all(0 <= token < vocabulary for token in prompt):
                 raise unknown_token(f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt")
             text, ids = service.texts.decode(prompt), prompt
-        requests.append(_request(body, _Prompt(text, ids, columns), asked, settings, service))
+        requests.append(_request(body, _Prompt(text, ids, columns), settings, service, **asked))
     return requests
 
 
@@ -175,27 +175,26 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return list(prompt)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Longest completion, likeliest tokens that are reported, and form, as a request asks for them."""
-
-    max_tokens: int | None
-    logprobs: int | None
-    form: Constraint | None
-
-
 def _request(
-    body: Generation, prompt: _Prompt, asked: _Asked, settings: ServeSettings, service: BestOfNService
+    body: Generation,
+    prompt: _Prompt,
+    settings: ServeSettings,
+    service: BestOfNService,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    form: Constraint | None,
 ) -> GenerationRequest:
-    ids = _truncated(body, prompt.ids, asked.max_tokens, settings, service.backend)
-    prompt_logprobs = _prompt_logprobs(body, asked.logprobs)
-    max_new_tokens = _length(len(ids), asked.max_tokens, settings, service.backend)
+    """The request for one prompt; `logprobs` counts the likeliest tokens that are reported."""
+    ids = _truncated(body, prompt.ids, max_tokens, settings, service.backend)
+    prompt_logprobs = _prompt_logprobs(body, logprobs)
+    max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
     if max_new_tokens == 0:
         _check_nothing_drawn(body, prompt_logprobs)
     text = prompt.text
     if len(ids) < len(prompt.ids) and isinstance(text, str):
         text = service.texts.decode(ids)
-    params = sampling_params(body, max(max_new_tokens, 1), asked.logprobs, asked.form, _vocabulary(service))
+    params = sampling_params(body, max(max_new_tokens, 1), logprobs, form, _vocabulary(service))
     search = search_of(body, service.scoring is not None, max_new_tokens * settings.max_n)
     if search is not None:
         check_drawn_by_steps(body, search, params)
@@ -219,7 +218,7 @@ def _request(
         params=params,
         reproducible=body.seed is not None,
         # the rule that ends drawing early reads them
-        logps=asked.logprobs is not None or stopping is not None,
+        logps=logprobs is not None or stopping is not None,
         columns=prompt.columns,
         prompt_logprobs=prompt_logprobs,
         draws=max_new_tokens > 0,

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt
 
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.openai.schema import ChatRequest, Generation, Utf8
+from rlhf_serve.openai.schema import ChatRequest, Generation, Messages, Tools, Utf8
+from rlhf_serve.service.messages import joined_texts
 
 _OWN = ("input", "instructions", "max_output_tokens", "text", "truncation")
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -17,12 +18,12 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 class ResponsesRequest(Generation):
     """`POST /v1/responses`, as far as texts and functions go; nothing is stored."""
 
-    input: Utf8 | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: Utf8 | Messages
     """A text, or messages, calls of functions and their results."""
     instructions: Utf8 | None = None
     """The system's message before them."""
     max_output_tokens: Annotated[StrictInt, Field(ge=1, le=1 << 62)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     text: dict[str, Any] | None = None
@@ -102,12 +103,8 @@ def _messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None
 
 def _content(item: Mapping[str, Any], where: str) -> str:
     content = item.get("content")
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [None]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
-        if not isinstance(text, str):
-            raise invalid_request(f"{where} must be a text, or parts of type input_text", where)
-        texts.append(text)
-    return "".join(texts)
+    if isinstance(content, list):
+        content = joined_texts(content, _TEXT_PARTS)
+    if not isinstance(content, str):
+        raise invalid_request(f"{where} must be a text, or parts of type input_text", where)
+    return content

@@ -15,6 +15,11 @@ _MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
 _SEEDS = 1 << 63
 _LEAST_TEMPERATURE = 0.01
 """As in vLLM; below it numbers overflow, and completions are those of 0."""
+_SAME_NAMES = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields that `SamplingParams` calls alike."""
 
 
 def sampling_params(
@@ -40,16 +45,8 @@ def sampling_params(
     if constraint is not None and (body.min_tokens or body.ignore_eos):
         name = "min_tokens" if body.min_tokens else "ignore_eos"
         raise invalid_request(f"{name} goes with no form of the answer; leave one of both out", name)
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "min_new_tokens": body.min_tokens,
-    }
+    given = {name: getattr(body, name) for name in _SAME_NAMES}
+    given |= {"top_k": body.top_k and max(body.top_k, 0), "min_new_tokens": body.min_tokens}
     params = SamplingParams(
         max_new_tokens,
         seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,

@@ -63,6 +63,11 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+ModelName = Annotated[Utf8, Field(max_length=512)]
+Count = Annotated[StrictInt, Field(ge=1, le=1 << 16)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+Conversations = Annotated[list[Messages], Field(fail_fast=True)]
 Selection = Literal["best", "majority", "weighted", "none"]
 
 
@@ -116,14 +121,14 @@ class Population(Body):
     mean: float
     within: Annotated[float, Field(gt=0)]
     between: Annotated[float, Field(ge=0)]
-    prior_samples: Annotated[StrictInt, Field(ge=1, le=1 << 16)]
+    prior_samples: Count
 
 
 class StopEarly(Body):
     """Settings of the rule that ends drawing, in place of the server's; null leaves those."""
 
-    min_samples: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
-    batch: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    min_samples: Count | None = None
+    batch: Count | None = None
     probability: Annotated[float, Field(ge=0, le=1)] | None = None
     tolerance: Annotated[float, Field(ge=0)] | None = None
     highest: float | None = None
@@ -133,15 +138,15 @@ class StopEarly(Body):
 class Generation(Body):
     """Fields of both chats and completions."""
 
-    model: Annotated[Utf8, Field(max_length=512)]
+    model: ModelName
     """Name of the model, as `/v1/models` lists it."""
-    n: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    n: Count | None = None
     """Choices that come back, best first; 1 if null."""
-    best_of: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    best_of: Count | None = None
     """Candidates that are drawn; null for the server's number."""
     stop_early: StopEarly | StrictBool | None = None
     """Stop drawing once the best candidate is unlikely to be beaten; an object changes the rule."""
-    budget: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    budget: Count | None = None
     """Former name: `budget: N` is `best_of: N` with `stop_early: true`."""
     selection: Selection | None = None
     """`best` by score, `majority` or `weighted` votes of the candidates' answers, or `none`: as they come."""
@@ -194,9 +199,9 @@ class Generation(Body):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Messages
     """Messages with `role` and `content`, a text or a list of `{"type": "text", "text": ...}`."""
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -221,14 +226,10 @@ class CompletionRequest(Generation):
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
 
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
-Conversations = Annotated[list[Messages], Field(fail_fast=True)]
-
-
 class ScoreRequest(Body):
     """`POST /v1/score`: how good completions are after their prompts."""
 
-    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    model: ModelName | None = None
     text_1: Utf8 | Utf8s | Messages | Conversations
     """Prompts, texts or messages; a single one is used for all completions."""
     text_2: Utf8 | Utf8s

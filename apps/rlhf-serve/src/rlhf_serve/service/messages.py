@@ -35,7 +35,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             own["tool_calls"] = checked_calls(message["tool_calls"], f"messages[{i}].tool_calls")
             content = content or ""
         if isinstance(content, list):
-            content = _joined(content, f"messages[{i}].content")
+            content = joined_texts(content)
         if not isinstance(content, str):
             raise invalid_request(
                 f"messages[{i}].content must be a text, or a list of parts of type text",
@@ -73,11 +73,12 @@ def checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _joined(parts: Sequence[Any], where: str) -> str:
-    texts = []
+def joined_texts(parts: Sequence[Any], kinds: Sequence[str] = ("text",)) -> str | None:
+    """The texts of a message's parts, one after the other; None if a part is not a text of these kinds."""
+    found = ""
     for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in kinds else None
         if not isinstance(text, str):
-            raise invalid_request(f"{where} has a part that is not text; only text is understood", where)
-        texts.append(text)
-    return "".join(texts)
+            return None
+        found += text
+    return found

@@ -18,11 +18,11 @@ class Served:
     rewards: Sequence[str] = ()
     examples: Sequence[str] = ()
 
-    def check_model(self, name: str) -> None:
-        """Refuse another model's name.
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name; None is this one.
 
         Raises:
             APIError: 404.
         """
-        if name != self.model:
+        if name is not None and name != self.model:
             raise model_not_found(name, [self.model])

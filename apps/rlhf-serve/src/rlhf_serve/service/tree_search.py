@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlhf_data import as_completion
@@ -12,13 +12,12 @@ from rlhf_infer import (
     DrawSteps,
     Extract,
     PathScores,
-    ProcessReward,
-    RewardFunctions,
     ScorePaths,
     SearchSettings,
     SearchWaves,
     Selected,
     StepCalls,
+    path_scorer,
 )
 from rlhf_infer.async_loop import gather_all
 from rlhf_serve.backends.protocol import Backend, Draw
@@ -26,20 +25,6 @@ from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import Texts
-
-
-@dataclass(frozen=True)
-class _Rewards:
-    """The server's rewards, as a search reads them."""
-
-    name: str
-    bounded: bool
-
-
-def _rewards(functions: RewardFunctions) -> _Rewards:
-    alone = len(functions.functions) == 1 and functions.weights == (1.0,)
-    is_process = alone and isinstance(functions.functions[0], ProcessReward)
-    return _Rewards("+".join(functions.names), bounded=is_process)
 
 
 class TreeSearchService:
@@ -51,7 +36,7 @@ class TreeSearchService:
     def __init__(self, backend: Backend, texts: Texts, scoring: Scoring, extract: Extract) -> None:
         self.backend, self.texts, self.scoring = backend, texts, scoring
         self._extract = extract
-        self._rewards = _rewards(scoring.rewards)
+        self._scorer = path_scorer(scoring.rewards)
 
     async def run(self, request: GenerationRequest, timing: Timing) -> Selected:
         """Search; `timing` receives the seconds.
@@ -62,7 +47,7 @@ class TreeSearchService:
         """
         assert request.search is not None
         waves = SearchWaves(
-            self._rewards,
+            self._scorer,
             self.texts.tokenizer,
             request.search,
             request.params,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_data import Text, UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
@@ -15,7 +15,7 @@ from rlhf_infer.sampling.candidates import Extract, Selected
 from rlhf_infer.search.checks import check_resumed, check_search_settings
 from rlhf_infer.search.mcts import MCTS
 from rlhf_infer.search.results import SearchCost, SearchResult, selected
-from rlhf_infer.search.scorers import PathScores, ScoredPath, packed_tokens
+from rlhf_infer.search.scorers import PathScorer, PathScores, ScoredPath, packed_tokens
 from rlhf_infer.search.settings import SearchSettings
 from rlhf_infer.search.strategies import DVTS, Beam, BestFirst, BestOfN, Expansion, Strategy
 from rlhf_infer.search.tree import Draw, SearchTree, Terminal
@@ -75,20 +75,6 @@ StepCalls = Generator[DrawSteps | ScorePaths, Any, list[SearchResult]]
 """Yields what is to be done, takes the answer, and returns the results."""
 
 
-class ScorerKind(Protocol):
-    """What a search reads of a `PathScorer`."""
-
-    @property
-    def name(self) -> str:
-        """Names it in the tree."""
-        ...
-
-    @property
-    def bounded(self) -> bool:
-        """Whether scores are in [0, 1]."""
-        ...
-
-
 class SearchWaves:
     """The search without an engine: says what is to be drawn and scored, and takes the answers.
 
@@ -114,13 +100,13 @@ class SearchWaves:
 
     def __init__(
         self,
-        scorer: ScorerKind,
+        scorer: PathScorer,
         tokenizer: Any,
         settings: SearchSettings,
         params: SamplingParams,
         *,
         eos_token_ids: Sequence[int],
-        verifier: ScorerKind | None = None,
+        verifier: PathScorer | None = None,
         checker: Checker | None = None,
         extract: Extract | None = None,
     ) -> None:
