@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,17 @@ def test_templates_without_tools_refuse_them(template: object) -> None:
         tool_use(request(), template)
     assert caught.value.code == "tools_unsupported"
     assert tool_use(request(tool_choice="none"), template) is None
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object", "properties": 5}, {"allOf": 5}])
+def test_malformed_parameters_of_strict_tools_are_refused_and_others_are_any_object(parameters: Any) -> None:
+    tool = {"name": "f", "parameters": parameters}
+    with pytest.raises(APIError) as caught:
+        tool_use(request(tools=[{"type": "function", "function": tool | {"strict": True}}]), "{{ tools }}")
+    assert caught.value.status_code == 400 and caught.value.code == "invalid_grammar"
+    loose = request(tools=[{"type": "function", "function": tool}], tool_choice="required")
+    found = tool_use(loose, "{{ tools }} <tool_call>")
+    assert found is not None and found.constraint is not None
 
 
 def test_strict_tools_are_forced_once_a_call_begins() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -14,6 +15,7 @@ import torch
 import xgrammar
 
 from raises import raises_error
+from rlhf_data import UserError
 from rlhf_infer import Constraint, ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines.constraints import check_schema
 from rlhf_infer.vllm.settings import request_fields
@@ -180,6 +182,16 @@ def test_a_deep_schema_is_refused_and_a_shallow_one_is_not() -> None:
         schema = {"type": "array", "items": schema}
     with raises_error("invalid_grammar", kind="json_schema"):
         check_schema(schema)
+
+
+@pytest.mark.parametrize("keyword", ["$ref", "allOf", "enum", "items", "properties", "required", "type"])
+def test_a_keyword_with_a_value_of_another_type_is_refused_or_left_to_the_compiler(keyword: str) -> None:
+    for value in (5, "x", True, None, [5], [[5]], {"a": 5}):
+        with contextlib.suppress(UserError):
+            check_schema({"type": "object", "multipleOf": 1, keyword: value})
+    with raises_error("invalid_grammar", kind="json_schema") as caught:
+        check_schema({"type": "array", "items": {"type": "object", "properties": 5}})
+    assert "schema.items " in str(caught.value)
 
 
 def test_constraints_go_with_neither_least_lengths_nor_ends_that_end_nothing() -> None:

@@ -246,9 +246,12 @@ def check_schema(schema: Any, where: str = "the json schema", depth: int = 0) ->
         raise _refused(f"{where} must be an object, true or false")
     for key in sorted(_NEVER & schema.keys()):
         raise _refused(f"{where} has the keyword {key}, which is not enforced; leave it out")
-    _check_whole(schema, where)
-    _check_types(schema, where)
-    _check_properties(schema, where)
+    try:
+        _check_whole(schema, where)
+        _check_types(schema, where)
+        _check_properties(schema, where)
+    except TypeError as error:
+        raise _refused(f"{where} has a keyword with a value of another type ({error}); correct it") from error
     for place, each in _within(schema):
         check_schema(each, f"{where}.{place}", depth + 1)
 
