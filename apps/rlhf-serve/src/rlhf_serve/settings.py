@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -289,3 +289,11 @@ class CompressSettings(RowsSettings, CompressionSettings):
     @classmethod
     def _model_of_a_run(cls, name: str) -> str:
         return model_folder(name)
+
+
+def load_options(settings: ModelSettings | CompressSettings) -> dict[str, Any]:
+    """The dtype and the device with which the models of the settings are loaded."""
+    import torch
+
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return {"dtype": settings.dtype, "device": device}

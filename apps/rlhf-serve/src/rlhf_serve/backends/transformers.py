@@ -34,7 +34,7 @@ from rlhf_models import (
     load_tokenizer,
 )
 from rlhf_serve.backends.protocol import Backend, Draw
-from rlhf_serve.settings import ModelSettings, ServeSettings
+from rlhf_serve.settings import ModelSettings, ServeSettings, load_options
 
 _PART_TOKENS = 2048
 """Prompt tokens whose log-probs are computed between two tokens of the generation."""
@@ -176,8 +176,7 @@ def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
 
 def _load(settings: ModelSettings, model: str) -> tuple[Any, Any]:
     """A model, or a model under an adapter, and its tokenizer."""
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options: dict[str, Any] = {"dtype": settings.dtype, "device": device}
+    options = load_options(settings)
     if is_adapter(model):
         policy = PolicyModel.from_pretrained(model, **options)
         return policy.model, policy.tokenizer

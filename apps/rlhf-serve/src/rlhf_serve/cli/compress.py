@@ -13,7 +13,7 @@ from rlhf_data.errors import invalid_value
 from rlhf_models import CompressionSettings, ContextCompressor, load_causal_lm, load_tokenizer
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.output import Output, Work, write_rows
-from rlhf_serve.settings import CompressSettings
+from rlhf_serve.settings import CompressSettings, load_options
 
 _ADDED = "compression"
 """Column that rows get."""
@@ -67,11 +67,7 @@ def _rows(settings: CompressSettings) -> list[dict[str, Any]]:
 
 
 def _compressor(settings: CompressSettings) -> ContextCompressor:
-    options: dict[str, Any] = {
-        "device": settings.device,
-        "dtype": None if settings.dtype == "auto" else settings.dtype,
-    }
-    model = load_causal_lm(settings.model, **{k: v for k, v in options.items() if v})
+    model = load_causal_lm(settings.model, **load_options(settings))
     chosen = {name: getattr(settings, name) for name in CompressionSettings.model_fields}
     return ContextCompressor(model, load_tokenizer(settings.model), **chosen)
 

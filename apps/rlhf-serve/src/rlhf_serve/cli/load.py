@@ -15,7 +15,7 @@ from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.scoring_queue import Scoring, reads_messages
 from rlhf_serve.service.served_model import Served
 from rlhf_serve.service.tokenization import Texts, give_template
-from rlhf_serve.settings import ModelSettings, ServeSettings
+from rlhf_serve.settings import ModelSettings, ServeSettings, load_options
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
         name = Path(model).name or model
     rewards = None
     if lines:
-        rewards = load_scorer(lines, settings.reward_weights, **_model_options(settings))
+        rewards = load_scorer(lines, settings.reward_weights, **load_options(settings))
         say(f"reward: {', '.join(rewards.names)}")
     elif settings.reward_weights is not None:
         raise UserError(
@@ -98,8 +98,3 @@ def _template(path: str | None) -> str | None:
         raise UserError(
             f"the chat template {path} cannot be read ({error}); give a text file", code="unreadable_file"
         ) from error
-
-
-def _model_options(settings: ModelSettings) -> dict[str, Any]:
-    options = {"device": settings.device, "dtype": None if settings.dtype == "auto" else settings.dtype}
-    return {key: value for key, value in options.items() if value is not None}
