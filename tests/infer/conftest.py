@@ -13,19 +13,10 @@ import pytest
 @pytest.fixture(scope="session")
 def lively_model() -> Callable[..., Any]:
     """Builds a tiny model whose logits are far from even; takes the arguments of `tiny_model`."""
-    import torch
-
+    from lively import lively
     from rlhf_models import tiny_model
 
-    def build(name: str = "llama", **fields: Any) -> Any:
-        model = tiny_model(name, **fields)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(4.0)
-        return model
-
-    return build
+    return lambda name="llama", **fields: lively(tiny_model(name, **fields))
 
 
 @pytest.fixture

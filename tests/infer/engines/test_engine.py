@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from lively import lively
 from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
@@ -29,10 +30,7 @@ def make_model(name: str, implementation: str | None = None, ends: int = 1, **fi
     model = tiny_model(name, vocab_size=VOCAB_SIZE, **fields)
     if implementation:
         model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    lively(model)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = list(range(2, 2 + ends))
     return model

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lively import lively
 from raises import raises_error
 from rlhf_infer import Judge, PairwiseJudge, PromptedJudge, RuleJudge, verdict_rule
 from rlhf_infer.judges.pairwise import PAIR_NUMBER_TEMPLATE, PAIR_TEMPLATE
@@ -26,12 +27,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    model = tiny_model("llama", vocab_size=270)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-    return model
+    return lively(tiny_model("llama", vocab_size=270))
 
 
 def seq_prob(model: Any, tokenizer: Any, prompt: str, spelling: str) -> Any:
@@ -86,10 +82,7 @@ def test_in_a_chat_the_reply_is_read_in_every_form_that_is_one_token(chat_tokeni
         for word, forms in words.items()
     }
     assert short == {"yes": [" yes", "yes"], "no": [" no", "no", " No", "No"]}
-    model = tiny_model("llama", vocab_size=len(chat_tokenizer))
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(4.0)
+    model = lively(tiny_model("llama", vocab_size=len(chat_tokenizer)))
     judge = PromptedJudge(model, chat_tokenizer, template=TEMPLATE, chat=True, max_tokens=40)
     expected = []
     for question, answer, critique in zip(QUESTIONS, ANSWERS, CRITIQUES, strict=True):

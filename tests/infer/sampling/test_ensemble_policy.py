@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lively import lively
 from raises import raises_error
 from rlhf_infer import EnsemblePolicy, Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model
@@ -21,11 +22,7 @@ PROMPTS = [[60, 61, 62], [70], [60, 61, 80, 81, 82, 83, 84], [60, 61, 62]]
 
 def make_model(seed: int = 0, name: str = "llama", **fields: Any) -> Any:
     """A model whose tokens 2 to 31 end a completion, with logits far from even."""
-    model = tiny_model(name, vocab_size=VOCAB_SIZE, seed=seed, **fields)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    model = lively(tiny_model(name, vocab_size=VOCAB_SIZE, seed=seed, **fields))
     model.generation_config.eos_token_id = list(range(2, 32))
     return model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from lively import lively
 from proofs import by_default
 from raises import raises_error
 from rlhf_infer import (
@@ -37,11 +37,7 @@ PARAMS = SamplingParams(20, seed=3)
 
 @pytest.fixture
 def engine(tiny_llama: Any, byte_tokenizer: Any) -> TransformersEngine:
-    with torch.no_grad():
-        for parameter in tiny_llama.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)  # logits far from even
-    return TransformersEngine(tiny_llama, byte_tokenizer)
+    return TransformersEngine(lively(tiny_llama, 3.0), byte_tokenizer)
 
 
 @pytest.fixture

@@ -22,13 +22,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "stories.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
 def run(folders: Path, rows: Path, output: Path, *more: str) -> Result:
     options = ["--model", str(folders / "policy"), "--text-key", "story", "--batch-size", "2"]
     given = ["--input", str(rows), "--output", str(output), *options, *more]

@@ -17,13 +17,6 @@ from rlhf_serve.cli.main import main
 ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(7)]
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
 def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True) -> Result:
     options = ["--model", str(folders / "policy"), "--max-tokens", "6", "--n", "4", "--batch-size", "2"]
     options += ["--reward-model", str(folders / "reward")] if reward else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from rlhf_infer import IterativeRefiner
 from rlhf_serve.cli.main import main
 
 ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(5)]
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
 
 
 def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True) -> Result:

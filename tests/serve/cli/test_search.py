@@ -21,13 +21,6 @@ ROWS = [{"prompt": f"where is mary {i} ?", "answer": "garden"} for i in range(5)
 SEARCH = ["--search", "mcts", "--search-width", "4", "--search-budget-tokens", "24"]
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
 def run(verb: str, folders: Path, rows: Path, output: Path, *more: str, reward: str = "reward") -> Result:
     options = ["--model", str(folders / "policy"), "--max-tokens", "8", "--batch-size", "2"]
     reward = str(folders / reward) if reward == "reward" else reward
