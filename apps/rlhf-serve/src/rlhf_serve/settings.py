@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_data import BaseConfig, model_folder
 from rlhf_infer import ConfidenceBasedStopping, ScorePopulation, SearchSettings, StepLabelSettings
 from rlhf_models import CompressionSettings
+
+ModelName = Annotated[str, AfterValidator(lambda name: name and model_folder(name))]
+"""Folder or hub name of a model; a run's folder stands for its model."""
 
 
 class PopulationSettings(BaseConfig):
@@ -58,7 +61,7 @@ class StoppingSettings(BaseConfig):
 class ModelSettings(BaseConfig):
     """Models to load."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """Folder or hub name of the policy; null for the embedded demonstration."""
     reward: tuple[str, ...] = ()
     """Rewards that score candidates: specs of `rlhf-train --reward`, process reward models included."""
@@ -74,7 +77,7 @@ class ModelSettings(BaseConfig):
     """Generation engine; `auto` is vLLM if it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; `auto` is as stored, with vLLM half precision where that is float32."""
-    draft_model: str | None = None
+    draft_model: ModelName | None = None
     """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
     draft: Literal["ngram", "layers"] | None = None
     """Guess the next tokens without another model: `ngram` repeats what followed the last ones before,
@@ -103,11 +106,6 @@ class ModelSettings(BaseConfig):
     """vLLM: devices that the model is spread over."""
     vllm_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """vLLM: further engine arguments under vLLM's names."""
-
-    @field_validator("model", "draft_model")
-    @classmethod
-    def _model_of_a_run(cls, name: str | None) -> str | None:
-        return name and model_folder(name)
 
     @model_validator(mode="after")
     def _one_draft(self) -> Self:
@@ -226,7 +224,7 @@ class BatchSettings(FileSettings):
 class RefineSettings(FileSettings):
     """Drafts, critiques and rewrites for a file of prompts."""
 
-    critic: str | None = None
+    critic: ModelName | None = None
     """Folder or hub name of the model that criticises; null for the policy itself."""
     critic_max_tokens: int | None = Field(default=None, ge=1)
     """Longest critique in tokens; null for `max_tokens`."""
@@ -246,11 +244,6 @@ class RefineSettings(FileSettings):
         default_factory=dict
     )
     """Other wordings than those of `rlhf_infer.RefinerTemplates`."""
-
-    @field_validator("critic")
-    @classmethod
-    def _critic_of_a_run(cls, name: str | None) -> str | None:
-        return name and model_folder(name)
 
     @model_validator(mode="after")
     def _only_what_counts(self) -> Self:
@@ -272,7 +265,7 @@ class LabelSettings(FileSettings):
 class CompressSettings(RowsSettings, CompressionSettings):
     """Shorter texts of a file of rows."""
 
-    model: str
+    model: ModelName
     """Folder or hub name of the language model that scores; it need not be the one that reads."""
     text_key: str = "prompt"
     """Column with the text."""
@@ -284,11 +277,6 @@ class CompressSettings(RowsSettings, CompressionSettings):
     """Of the weights."""
     device: str | None = None
     """Device of the model; null for the first GPU, or the CPU."""
-
-    @field_validator("model")
-    @classmethod
-    def _model_of_a_run(cls, name: str) -> str:
-        return model_folder(name)
 
 
 def load_options(settings: ModelSettings | CompressSettings) -> dict[str, Any]:

@@ -151,8 +151,7 @@ class FeedbackLog:
                 "the answer is empty, and nothing can be learnt from it", "id", "empty_answer"
             )
         row = choice | {"label": body.rating == "up", "comment": body.comment}
-        row |= {"id": body.id, "index": body.index, "model": self.model}
-        row |= {"folder": self.folder}
+        row |= {"id": body.id, "index": body.index, "model": self.model, "folder": self.folder}
         with self._lock:
             if body.index in answer.rated:
                 raise already_rated(body.id, body.index)
