@@ -142,7 +142,8 @@ def queue_full(retry_after_s: float) -> APIError:
 def too_many_connections() -> APIError:
     """503: no more connections can be held; those whose head does not come are closed within seconds."""
     message = "the server holds as many connections as it can; try again in a moment"
-    return APIError(503, message, "server_error", code="too_many_connections", headers=_retry_after(1))
+    headers = {"Retry-After": "1"}
+    return APIError(503, message, "server_error", code="too_many_connections", headers=headers)
 
 
 def timed_out(seconds: float) -> APIError:
