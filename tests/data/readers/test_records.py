@@ -26,6 +26,10 @@ _ROW = {
         (["2", "1", "0"], "2", 0),  # and before an index
         ([4, 5], "5", 1),
         ([0, 1], 1, 1),
+        (["0", "1"], 1, 1),  # both readings name one choice
+        ([0.0, 1.0], 1, 1),
+        (["1", "2", "3"], "1", 0),
+        (["1", "2", "3"], 0, 0),
         ('["a|b", "c"]', "c", 1),
         ("hall | shed", "shed", 1),
     ],
@@ -62,6 +66,14 @@ def test_labels_that_do_not_fit_the_choices_are_refused(choices):
         ({"answer": True}, "invalid_answer", "answer"),
         ({"answer": None}, "missing_column", None),
         ({"choices": [1, 2, 3], "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": ["1", "2", "3"], "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": "1|2|3", "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": [1.0, 2.0], "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": ["1.0", "2.0"], "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": ["hall", "\ud800 shed"]}, "invalid_text", "choices"),
+        ({"choices": ["hall", "\ud800 shed"], "answer": "\ud800 shed"}, "invalid_text", "choices"),
+        ({"story": "\ud800"}, "invalid_text", "story"),
+        ({"question": "where \udfff"}, "invalid_text", "question"),
         ({"choices": ["hall", "hall "]}, "repeated_choice", "choices"),
         ({"choices": ["hall"]}, "too_few_choices", "choices"),
         ({"choices": ["hall", ""]}, "invalid_choice", "choices"),
@@ -83,6 +95,17 @@ def test_load_names_file_and_line(tmp_path):
     path.write_text(json.dumps(_ROW) + "\n" + json.dumps(_ROW | {"answer": "x"}) + "\n", encoding="utf-8")
     with raises_error("answer_out_of_range", where=f"{path}, line 2, field answer"):
         load_qa(path)
+
+
+def test_half_of_a_surrogate_pair_makes_a_bad_row(tmp_path):
+    path = tmp_path / "stories.jsonl"
+    rows = [_ROW, _ROW | {"story": "Mary \ud800 went."}, _ROW | {"choices": ["hall", "\udfff"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with raises_error("invalid_text", where=f"{path}, line 2, field story"):
+        load_qa(path)
+    skipped = []
+    assert len(load_qa(path, on_bad_row="skip", skipped=skipped)) == 1
+    assert [f"line {n}" in text for n, text in zip((2, 3), skipped, strict=True)] == [True, True]
 
 
 def test_column_mapping_keeps_other_columns(tmp_path):

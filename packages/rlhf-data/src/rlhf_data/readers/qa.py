@@ -17,6 +17,7 @@ from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import OnBadRow, good_rows, parsed_rows, scan_rows
 from rlhf_data.records.choices import choice_texts, parse_choices
+from rlhf_data.records.row import check_text
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3
@@ -152,9 +153,9 @@ def qa_from_row(
     Without `needs_answer` the answer may be missing, null or, as in an empty cell of a table, blank.
 
     Raises:
-        UserError: a column is missing, empty or of the wrong type; fewer than two choices or equal ones;
-            an answer that is none of the choices; evidence that the story does not hold. The message starts
-            with `where`.
+        UserError: a column is missing, empty or of the wrong type; half of a surrogate pair in a text; fewer
+            than two choices or equal ones; an answer that is none of the choices; evidence that the story
+            does not hold. The message starts with `where`.
     """
     columns = (config.story_column, config.question_column, config.choices_column, config.answer_column)
     answer = row.get(config.answer_column)
@@ -178,6 +179,8 @@ def qa_from_row(
         choices, right = choice_texts(row[columns[2]], places[0]), None
     else:
         choices, right = parse_choices(row[columns[2]], answer, places)
+    for choice in choices:
+        check_text(choice, places[0])
     return QARecord(story, question, choices, right, extra, where, evidence)
 
 
@@ -224,4 +227,4 @@ def _text(value: Any, where: str) -> str:
         raise UserError(
             f"{where}: expected a text that is not empty, got {value!r}", code="not_a_text", where=where
         )
-    return value
+    return check_text(value, where)

@@ -17,26 +17,26 @@ def parse_choices(value: Any, answer: Any, where: tuple[str, str]) -> tuple[tupl
 
     Args:
         value: a list, a JSON list in a text, `a|b|c`, or `{"text": [...], "label": [...]}` as in ARC.
-        answer: a choice's text, its label, its index from 0, or its letter.
+        answer: a choice's text, its label, its index from 0, or its letter. A number that is the index of one
+            choice and the text of another is refused; in quotes it is the text.
         where: the places of both, for errors.
 
     Returns:
         At least two texts, all different, and the index of the right one.
     """
     listed, labels = _labelled(value, where[0])
-    choices, numeric = _choices(listed, where[0])
+    choices = _choices(listed, where[0])
     if str(answer) in labels:
         return choices, labels.index(str(answer))
-    return choices, _answer_index(answer, choices, numeric, where[1])
+    return choices, _answer_index(answer, choices, where[1])
 
 
 def choice_texts(value: Any, where: str) -> tuple[str, ...]:
     """The choices alone, as `parse_choices` reads them, of a question whose right answer is not known."""
-    return _choices(_labelled(value, where)[0], where)[0]
+    return _choices(_labelled(value, where)[0], where)
 
 
-def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
-    """Return the choices' texts, and whether they were given as numbers."""
+def _choices(value: Any, where: str) -> tuple[str, ...]:
     items = _split_choices(value, where) if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise UserError(f"{where}: expected a list of texts, got {value!r}", code="invalid_value")
@@ -59,7 +59,7 @@ def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
             code="repeated_choice",
             where=where,
         )
-    return texts, not any(isinstance(item, str) for item in items)
+    return texts
 
 
 def _labelled(value: Any, where: str) -> tuple[Any, list[str]]:
@@ -95,15 +95,16 @@ def _split_choices(text: str, where: str) -> list[Any]:
         ) from error
 
 
-def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: str) -> int:
+def _answer_index(value: Any, choices: tuple[str, ...], where: str) -> int:
     expected = f"expected one of the choices {list(choices)}, a 0-based index or a letter"
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UserError(f"{where}: {expected}, got {value!r}", code="invalid_answer", where=where)
     text = str(value).strip()
     if isinstance(value, int):
-        if numeric and text in choices and choices.index(text) != value:
+        if any(_is_number(choice, value) and index != value for index, choice in enumerate(choices)):
             raise UserError(
-                f"{where}: {value} may be an index or a choice; write the choice's text as a string",
+                f"{where}: {value} may be an index or one of the choices {list(choices)}; write the choice's "
+                "text in quotes, or its letter",
                 code="ambiguous_answer",
                 where=where,
             )
@@ -125,3 +126,10 @@ def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: st
             where=where,
         )
     return index
+
+
+def _is_number(text: str, number: int) -> bool:
+    try:
+        return float(text) == number
+    except ValueError:
+        return False

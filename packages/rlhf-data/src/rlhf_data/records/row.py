@@ -353,6 +353,7 @@ def check_text(value: str, where: str) -> str:
         raise UserError(
             f"{where}: character {error.start} is half of a surrogate pair, which is not text; correct it",
             code="invalid_text",
+            where=where,
         ) from error
     return value
 
