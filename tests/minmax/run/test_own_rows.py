@@ -19,6 +19,7 @@ from rlhf_minmax.formats import TextRules, parse_critique
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.run.checks import Checked, check_run, time_to_build
 from rlhf_minmax.run.dry_run import plan_run
+from rlhf_minmax.run.row_checks import row_warnings
 from rlhf_models import DeviceManager
 
 NAMES = ("Tom", "Ann", "Mia", "Ben", "Eva", "Sam")
@@ -90,6 +91,23 @@ def test_marked_evidence_stands_in_for_a_choice_that_the_story_does_not_spell_ou
         for records in (stories.building, other)
     }
     assert len(folders) == 2  # models that learned other quotations are others
+
+
+def test_rows_that_contradict_each_other_are_warned_of_once(rows: Rows) -> None:
+    def warned(*more: dict[str, Any]) -> list[str]:
+        config = config_of(rows(more=more), "data.label_share=0.5")
+        found = row_warnings(config, load_stories(config))
+        return [text for text in found if "different right answers" in text]
+
+    others = [row(i) | {"answer": i % 2 + 1} for i in range(5)]
+    (text,) = warned(*others, row(7), others[0])
+    path = rows()
+    assert text.startswith("5 stories") and f"{path}, line 1," in text and f"{path}, line 41;" in text
+    assert repr(row(0)["answer"]) in text and repr(row(0)["choices"][1]) in text
+    same, reordered = row(0), row(1) | {"choices": row(1)["choices"][::-1]}
+    asked_otherwise = row(2) | {"choices": ["She slept.", "She ran."], "answer": 0}
+    unlabelled, another = row(3) | {"answer": None}, others[4] | {"question": "What else?"}
+    assert not warned(same, reordered, asked_otherwise, unlabelled, another)
 
 
 def test_a_share_of_labels_that_hides_none_is_warned_of(rows: Rows) -> None:

@@ -1,11 +1,12 @@
-"""Checks of the user's own rows: whether the demonstration's models can learn from them."""
+"""Checks of the user's own rows: what they contradict, and whether the demonstration's models learn from them."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
-from rlhf_data import UserError, json_hash
+from rlhf_data import QARecord, UserError, json_hash
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.scorers.loading import needs_demo
@@ -16,7 +17,10 @@ _MARKED = "fill more of its cells"
 
 def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
     """Warnings about a run's rows; empty for the worlds."""
-    found = [_skipped(stories), _unlabelled(stories), _named(config, stories), _built(config, stories)]
+    found = (
+        *(_skipped(stories), _contradictory(stories), _unlabelled(stories)),
+        *(_named(config, stories), _built(config, stories)),
+    )
     return [text for text in found if text]
 
 
@@ -55,6 +59,39 @@ def _skipped(stories: Stories) -> str | None:
     if not stories.skipped:
         return None
     return f"rows left out: {len(stories.skipped)}; the first: {stories.skipped[0]}"
+
+
+def _contradictory(stories: Stories) -> str | None:
+    """That rows with one story and question have different right answers, each of them wrong in another row."""
+    rows: dict[tuple[str, str], list[tuple[str, QARecord]]] = defaultdict(list)
+    for what, part in (("training", stories.building), ("held-out", stories.held_out)):
+        for number, record in enumerate(part, start=1):
+            where = record.where or f"{what} story {number}"
+            rows[record.story, record.question].append((where, record))
+    disputed = [pair for same in rows.values() if (pair := _disagreeing(same)) is not None]
+    if not disputed:
+        return None
+    (first, a), (second, b) = disputed[0]
+    one = len(disputed) == 1
+    return (
+        f"{len(disputed):,} {'story has' if one else 'stories have'} different right answers to the same "
+        f"question in different rows{'' if one else ', the first of them'}: {a.answer_text!r} in {first}, "
+        f"{b.answer_text!r} in {second}; the game takes each for the truth, so correct one or leave it out"
+    )
+
+
+def _disagreeing(
+    same: list[tuple[str, QARecord]],
+) -> tuple[tuple[str, QARecord], tuple[str, QARecord]] | None:
+    """The first row whose right answer is a wrong choice of a later one, and that; None if there is none."""
+    known: dict[str, tuple[str, QARecord]] = {}
+    for row in same:
+        record = row[1]
+        for choice in record.choices:
+            if choice != record.answer_text and choice in known:
+                return known[choice], row
+        known.setdefault(record.answer_text, row)
+    return None
 
 
 def _unlabelled(stories: Stories) -> str | None:
