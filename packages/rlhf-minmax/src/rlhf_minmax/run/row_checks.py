@@ -1,4 +1,4 @@
-"""Checks of the user's own rows: what they contradict, and whether the demonstration's models learn from them."""
+"""Checks of the user's own rows: contradictions, and whether the models that are built can learn from them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _skipped(stories: Stories) -> str | None:
 
 
 def _contradictory(stories: Stories) -> str | None:
-    """That rows with one story and question have different right answers, each of them wrong in another row."""
+    """That the right answer of a row is a wrong one in another row with the same story and question."""
     rows: dict[tuple[str, str], list[tuple[str, QARecord]]] = defaultdict(list)
     for what, part in (("training", stories.building), ("held-out", stories.held_out)):
         for number, record in enumerate(part, start=1):
