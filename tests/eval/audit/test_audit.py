@@ -10,7 +10,7 @@ import pytest
 
 from proofs import by_default
 from raises import raises_error
-from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
+from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap, method_of
 from rlhf_eval.audit.hints import similarity
 
 HELD = "rewards/gold/mean"
@@ -88,6 +88,63 @@ def test_too_little_to_say_anything() -> None:
     constant = [{"step": i, "reward": 1.0, HELD: float(i)} for i in range(20)]
     with raises_error("constant_metric", key="reward"):
         measure_gap(constant, "reward", HELD)
+
+
+def steady(trained: float, held: float) -> list[dict[str, Any]]:
+    """20 steps whose values do not vary, before a change and after it."""
+    row = {"reward_std": 1.0, "rewards/gold/std": 1.0}
+    return [{"step": i, "reward": trained * (i > 9), HELD: held * (i > 9), **row} for i in range(20)]
+
+
+def varied(key: str) -> list[dict[str, Any]]:
+    """20 steps at which both rewards rise by 2, and only one varies besides."""
+    return [{**row, key: row[key] + 0.1 * (row["step"] % 2)} for row in steady(2.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lacking"),
+    [
+        (steady(0.0, 0.0), "the gap"),
+        (steady(0.0, 2.0), "the gap"),
+        (steady(3.0, 0.0), "the gap"),
+        (varied("reward"), HELD),
+        (varied(HELD), None),
+        (log(0.0), None),
+    ],
+)
+def test_what_has_no_interval_is_not_decided(rows: list[dict[str, Any]], lacking: str | None) -> None:
+    gap = measure_gap(rows, "reward", HELD)
+    audit = Audit("run", (gap,), ())
+    assert gap.without_interval == lacking
+    assert audit.is_decided == audit.to_dict()["decided"] == audit.to_dict()["gaps"][0]["decided"]
+    if lacking:
+        (sentence,) = audit.sentences
+        assert not audit.is_decided and not audit.is_gamed
+        assert lacking in sentence and "nan" not in sentence and "Nothing shows" not in sentence
+        assert "Not decided" in audit_page(audit, [])
+
+
+def test_a_finding_decides_whatever_another_reward_lacks() -> None:
+    found, lacking = measure_gap(log(-1.0), "reward", HELD), measure_gap(steady(0.0, 0.0), "reward", HELD)
+    assert Audit("run", (found, lacking), ()).is_decided
+    assert not Audit("run", (measure_gap(log(2.0), "reward", HELD), lacking), ()).is_decided
+
+
+@pytest.mark.parametrize(
+    ("key", "method", "setting"),
+    [
+        ("minmax/value", "game", "held_out.reward_model"),
+        ("eval_minmax/judge", "game", "held_out.judge"),
+        ("rewards/mine/mean", "rewards", "reward_weights"),
+        ("reward", "rewards", "reward_weights"),
+        ("loss", "other", "--held-out"),
+    ],
+)
+def test_how_to_hold_out_a_reward_depends_on_the_method(key: str, method: str, setting: str) -> None:
+    assert method_of([{"step": 1}, {"step": 2, key: 1.0}]) == method
+    (sentence,) = Audit("run", (), (), method_of([{key: 1.0}])).sentences
+    others = {"held_out.reward_model", "reward_weights", "--held-out"} - {setting}
+    assert setting in sentence and (method == "game" or not any(other in sentence for other in others))
 
 
 def samples(start: list[str], end: list[str]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def command(run: Path, train: str | None, held_out: str | None, strict: bool, ou
     verl. Exit code 1: found, 0: not found, 2: the input cannot be used.
     """
     from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder, finite
-    from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
+    from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap, method_of
     from rlhf_eval.monitor import held_out_keys, open_log
 
     if (train is None) != (held_out is None):
@@ -49,7 +49,7 @@ def command(run: Path, train: str | None, held_out: str | None, strict: bool, ou
     pairs = [(train, held_out)] if train and held_out else held_out_keys(log.rows, log.config)
     samples = log.samples()
     gaps = tuple(measure_gap(log.rows, *pair) for pair in pairs)
-    audit = Audit(log.name, gaps, tuple(find_hints(log.rows, samples)))
+    audit = Audit(log.name, gaps, tuple(find_hints(log.rows, samples)), method_of(log.rows))
     for sentence in audit.sentences:
         click.echo(sentence)
     for hint in audit.hints:

@@ -4,3 +4,4 @@ from rlhf_eval.audit.gap import measure_gap as measure_gap
 from rlhf_eval.audit.hints import find_hints as find_hints
 from rlhf_eval.audit.report import Audit as Audit
 from rlhf_eval.audit.report import audit_page as audit_page
+from rlhf_eval.audit.report import method_of as method_of

@@ -53,9 +53,19 @@ class Gap:
     onset: int | None
 
     @property
+    def without_interval(self) -> str | None:
+        """What the verdict needs an interval of and has none, since its values do not vary; None: nothing."""
+        if not np.isfinite(self.gap.low):
+            return "the gap"
+        if self.held_gain.estimate > 0 and not np.isfinite(self.held_gain.low):
+            return self.held_out
+        return None
+
+    @property
     def is_gamed(self) -> bool:
         """The trained reward rose, the held-out one did not, and the gap between them is significant."""
-        return bool(self.gain.estimate > 0 and not self.held_gain.low > 0 and self.gap.low > MARGIN)
+        rose = self.gain.estimate > 0 and not self.held_gain.low > 0
+        return bool(rose and self.gap.low > MARGIN and self.without_interval is None)
 
 
 def measure_gap(rows: Rows, train: str, held_out: str) -> Gap:

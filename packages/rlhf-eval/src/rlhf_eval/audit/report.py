@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_eval.audit.gap import MARGIN, Gap
 from rlhf_eval.audit.hints import Hint
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
 
 _NO_DETECTOR = (
     "No reward is held out in this run, so nothing can be found: without one there are hints only, which "
-    "good runs show too. Log a second reward with weight 0 (reward_weights) and audit again."
+    "good runs show too."
 )
+Method = Literal["game", "rewards", "other"]
+_TO_HOLD_OUT: dict[Method, str] = {
+    "game": "Name scorers that are not trained on (held_out.reward_model, held_out.judge), measure them "
+    "in training (training.eval_steps), and audit that run.",
+    "rewards": "Log a second reward with weight 0 (reward_weights) and audit again.",
+    "other": "If the log has a reward that is not trained on, name it with --held-out, and the one that is "
+    "with --train.",
+}
 
 
 @dataclass(frozen=True)
@@ -29,11 +38,13 @@ class Audit:
         name: the run's name.
         gaps: gaps between each reward that is trained on and one that is held out.
         hints: signs without one.
+        method: what trained the run, as `method_of` finds it: it says how a reward is held out.
     """
 
     name: str
     gaps: tuple[Gap, ...]
     hints: tuple[Hint, ...]
+    method: Method = "rewards"
 
     @property
     def is_gamed(self) -> bool:
@@ -41,20 +52,36 @@ class Audit:
         return any(gap.is_gamed for gap in self.gaps)
 
     @property
+    def is_decided(self) -> bool:
+        """Whether the reward is gamed, or every held-out reward could show it and does not."""
+        could_show = [gap.without_interval is None for gap in self.gaps]
+        return self.is_gamed or (bool(could_show) and all(could_show))
+
+    @property
     def sentences(self) -> list[str]:
         """The finding for each held-out reward; if there is none, that nothing can be found."""
-        return [_sentence(gap) for gap in self.gaps] or [_NO_DETECTOR]
+        return [_sentence(gap) for gap in self.gaps] or [f"{_NO_DETECTOR} {_TO_HOLD_OUT[self.method]}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
         gaps = [
             {"train": gap.train, "held_out": gap.held_out, "gamed": gap.is_gamed, "onset": gap.onset}
+            | {"decided": gap.without_interval is None}
             | {name: vars(getattr(gap, name)) for name in ("gain", "held_gain", "gap")}
             | {"curve": [{"step": step, **vars(interval)} for step, interval in gap.curve]}
             for gap in self.gaps
         ]
         hints = [{"name": hint.name, "text": hint.text} for hint in self.hints]
-        return {"run": self.name, "gamed": self.is_gamed, "margin": MARGIN, "gaps": gaps, "hints": hints}
+        found = {"run": self.name, "gamed": self.is_gamed, "decided": self.is_decided, "margin": MARGIN}
+        return found | {"gaps": gaps, "hints": hints}
+
+
+def method_of(rows: Sequence[Mapping[str, Any]]) -> Method:
+    """What trained a run, by what it logged: the game, a method that is paid in rewards, or another."""
+    logged = {key for row in rows for key in row}
+    if any(key.startswith(("minmax/", "eval_minmax/")) for key in logged):
+        return "game"
+    return "rewards" if any(key == "reward" or key.startswith("rewards/") for key in logged) else "other"
 
 
 def audit_page(audit: Audit, samples: Sequence[Mapping[str, Any]]) -> str:
@@ -66,7 +93,7 @@ def audit_page(audit: Audit, samples: Sequence[Mapping[str, Any]]) -> str:
     """
     verdict = "The reward is gamed" if audit.is_gamed else "No gamed reward found"
     kind = "bad-text" if audit.is_gamed else "good-text"
-    if not audit.gaps:
+    if not audit.is_decided:
         verdict, kind = "Not decided", "soft"
     body = f'<h1>{text(audit.name)}</h1>\n<p class="{kind}">{verdict}</p>\n'
     body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in audit.sentences)
@@ -94,13 +121,20 @@ def _sentence(gap: Gap) -> str:
     if gap.is_gamed:
         since = f", from step {gap.onset:,} at the latest" if gap.onset is not None else ""
         return f"The reward is gamed{since}: {facts} Take a checkpoint from before, and read the samples."
+    if gap.without_interval is not None:
+        return (
+            f"It cannot be decided whether the reward is gamed, since {gap.without_interval} has no "
+            f"interval: the values of the steps that are compared do not vary. {facts} Train longer, or "
+            "measure on more prompts."
+        )
     if gap.gap.low > MARGIN and gap.held_gain.low > 0:
         return f"Part of the gain is {gap.train}'s own, but the held-out reward rises too: {facts}"
     return f"Nothing shows that the reward is gamed: {facts}"
 
 
 def _of(interval: Interval) -> str:
-    return f"{interval.estimate:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    low, high = (f"{end:+.2f}" if math.isfinite(end) else "–" for end in (interval.low, interval.high))
+    return f"{interval.estimate:+.2f} [{low}, {high}]"
 
 
 def _numbers(gap: Gap) -> str:
