@@ -81,6 +81,37 @@ class Nonsense(TextRules):
     def possible_evidence(self, record):
         return ["the moon is green"]
 
+class Leaving(TextRules):
+    def rival(self, record):
+        raise SystemExit(0)
+
+class LeavingAtOnce(TextRules):
+    def __init__(self, words):
+        raise SystemExit(0)
+
+class Misspelt(TextRules):
+    def clam(self, record, answer):
+        return None
+
+class Unsaid(TextRules):
+    def refute(self, record, evidence, claim):
+        return False
+
+class Helped(TextRules):
+    claims = ("is", "was")
+
+    def claim(self, record, answer):
+        return self.claim_of(record, self.lowered(answer))
+
+    def claim_of(self, record, answer):
+        return super().claim(record, answer)
+
+    def lowered(self, answer):
+        return answer.lower()
+
+    def _sentence(self, record):
+        return record.story
+
 class Odd(TextRules):
     def __init__(self):
         pass
@@ -137,6 +168,8 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
         ("Number", "rules_failed"),
         ("Vague", "rules_failed"),
         ("Wordy", "rules_failed"),
+        ("Leaving", "rules_failed"),
+        ("LeavingAtOnce", "rules_not_made"),
         ("Odd", "rules_not_made"),
         ("Gone", "missing_attribute"),
     ],
@@ -144,6 +177,27 @@ def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
 def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, name: str, code: str) -> None:
     with raises_error(code):
         load(f"{tmp_path}/mine.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "meant"), [("Misspelt", "clam", "claim"), ("Unsaid", "refute", "refutes")]
+)
+def test_a_misspelt_method_is_refused(load: Any, tmp_path: Path, name: str, method: str, meant: str) -> None:
+    with raises_error("misspelt_method", method=method, meant=meant):
+        load(f"{tmp_path}/mine.py:{name}")
+
+
+def test_methods_of_ones_own_that_are_like_no_other_are_left_alone(load: Any, tmp_path: Path) -> None:
+    assert load(f"{tmp_path}/mine.py:Helped").train
+
+
+@pytest.mark.parametrize(("name", "hinted"), [("Broken", True), ("Leaving", False)])
+def test_the_constructor_is_named_where_an_attribute_is_missing(
+    load: Any, tmp_path: Path, name: str, hinted: bool
+) -> None:
+    with raises_error("rules_failed", method="rival") as caught:
+        load(f"{tmp_path}/mine.py:{name}")
+    assert ("__init__" in str(caught.value)) == hinted
 
 
 @pytest.mark.parametrize(

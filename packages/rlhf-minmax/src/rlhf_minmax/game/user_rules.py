@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ def load_rules(config: MinMaxConfig) -> TextRules:
     """The rules of rows from files: the user's, or those for any text.
 
     Raises:
-        UserError: the user's cannot be imported or made, or are no `TextRules`.
+        UserError: the user's cannot be imported or made, are no `TextRules`, or have a misspelt method.
     """
     named, words = config.data.rules, config.constraint.min_evidence_words
     if named is None:
@@ -23,7 +24,7 @@ def load_rules(config: MinMaxConfig) -> TextRules:
     if isinstance(found, type) and issubclass(found, TextRules):
         try:
             found = found(words)
-        except Exception as error:  # a class of the user's, which fails as it likes
+        except (Exception, SystemExit) as error:  # a class of the user's, which fails as it likes
             raise UserError(
                 f"data.rules {named} cannot be made from min_evidence_words ({type(error).__name__}: "
                 f"{error}); give its __init__ the arguments of rlhf_minmax.TextRules",
@@ -35,7 +36,24 @@ def load_rules(config: MinMaxConfig) -> TextRules:
             "objects",
             code="no_rules",
         )
+    _check_spelling(type(found), named)
     return UserRules(found, named)
+
+
+def _check_spelling(own: type[TextRules], named: str) -> None:
+    """Refuse a public method that nothing calls and that is named almost like one that is not overridden."""
+    inherited = [name for name in _RETURNS if getattr(own, name) is getattr(TextRules, name)]
+    for name in dir(own):
+        if name.startswith("_") or hasattr(TextRules, name) or not callable(getattr(own, name)):
+            continue
+        if near := difflib.get_close_matches(name, inherited, n=1, cutoff=_ALIKE):
+            raise UserError(
+                f"data.rules {named} has a method {name}, which rlhf_minmax.TextRules has not and nothing "
+                f"asks; rename it to {near[0]} if that is meant, else to _{name}",
+                code="misspelt_method",
+                method=name,
+                meant=near[0],
+            )
 
 
 def check_validator(rules: TextRules, config: MinMaxConfig) -> None:
@@ -122,10 +140,11 @@ class UserRules(TextRules):
             where += f", of {record.where},"
         try:
             found = getattr(self.own, method)(*arguments)
-        except Exception as error:  # code of the user's, which fails as it likes
+        except (Exception, SystemExit) as error:  # code of the user's, which fails as it likes
+            unmade = isinstance(error, AttributeError)
+            hint = ", and call super().__init__ in an __init__ of your own" if unmade else ""
             raise UserError(
-                f"{where} fails ({type(error).__name__}: {error}); fix it, and call super().__init__ in an "
-                "__init__ of your own",
+                f"{where} fails ({type(error).__name__}: {error}); fix it{hint}",
                 code="rules_failed",
                 method=method,
             ) from error
@@ -165,6 +184,8 @@ _RETURNS: dict[str, tuple[type, ...]] = {
 """What each method may return."""
 _REFUTED = 32
 """About how many records `refutes` is asked about before a run."""
+_ALIKE = 0.8
+"""From which `difflib` ratio one name is taken for another, misspelt: that of clam and claim is 0.89."""
 
 
 def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:

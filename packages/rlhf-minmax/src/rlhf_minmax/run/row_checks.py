@@ -1,4 +1,4 @@
-"""Checks of the user's own rows: contradictions, and whether the models that are built can learn from them."""
+"""Checks of the user's own rows: contradictions, and whether models that are built can learn from them."""
 
 from __future__ import annotations
 
