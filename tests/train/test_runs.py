@@ -108,6 +108,30 @@ def test_a_folder_is_free_again_after_a_run(tmp_path: Path) -> None:
         os.close(handle)
 
 
+@pytest.mark.parametrize("named", ["a b/c/run", "there/run", "there", None])
+def test_a_dry_run_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with new_run({"output_dir": named, "dry_run": True}, "sft") as run:
+        assert [path.name for path in tmp_path.rglob("*")] == ["there"]  # not while it plans either
+    assert run.path == Path(named) if named else run.path.parent == Path("outputs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_a_dry_run_checks_its_folder(taken: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    for folder, code in ((full, "folder_not_empty"), (full / "file" / "run", "folder_not_writable")):
+        with raises_error(code), new_run({"output_dir": str(folder), "dry_run": True}, "sft"):
+            pytest.fail("planned")
+    with raises_error("folder_in_use"), new_run({"output_dir": str(taken), "dry_run": True}, "sft"):
+        pytest.fail("planned")
+    assert taken.is_dir() and list(full.iterdir()) == [full / "file"]
+
+
 def test_each_player_may_have_a_model_of_its_own() -> None:
     from rlhf_train.commands.minmax import _KEY_OF_OPTION, resolve_config
 

@@ -28,16 +28,20 @@ _BASE = "base"
 
 @contextmanager
 def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
-    """The folder of a new run; removed again when the run was only planned or refused before it began.
+    """The folder of a new run; removed again when the run was refused before it began.
 
     Of the options, `output_dir` and `dry_run` are read; without `output_dir` the folder is named after the
-    job.
+    job. A dry run has its name alone, checked as that of another run is.
     """
     named = options["output_dir"]
+    if options["dry_run"]:
+        with terminated_as_interrupted():
+            yield _planned(named, job)
+        return
     existed = named is not None and Path(named).is_dir()
     run = RunFolder.create(named, job=job, root=ROOT)
     with alone_in(run.path), terminated_as_interrupted() as ignore_signal:
-        refused = options["dry_run"]
+        refused = False
         try:
             yield run
         except UserError:
@@ -53,6 +57,22 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
                 if named is None:
                     with suppress(OSError):  # where earlier runs lie in it
                         Path(ROOT).rmdir()
+
+
+def _planned(named: str | None, job: str) -> RunFolder:
+    """The folder that a run would have, made as a check and removed at once with all that was made for it."""
+    inmost = Path(ROOT) if named is None else Path(named)
+    made = [folder for folder in (inmost, *inmost.parents) if not folder.exists()]
+    try:
+        run = RunFolder.create(named, job=job, root=ROOT)
+        if named is None:
+            made.insert(0, run.path)
+        with alone_in(run.path):
+            return run
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it was not made after all, or another process has put something in it
+                folder.rmdir()
 
 
 @contextmanager
