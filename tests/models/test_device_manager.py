@@ -46,6 +46,12 @@ def test_overrides_win_and_are_explained(capability):
     assert "set by the config" in rows["reward"][3] and "set by the config" not in rows["monitor"][3]
 
 
+def test_a_role_without_a_model_is_not_in_the_table():
+    manager = DeviceManager(num_gpus=0, unused=["judge"])
+    assert [row[0] for row in manager.table()] == ["policy", "monitor", "reward"]
+    assert str(manager.device("judge")) == "cpu"
+
+
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [

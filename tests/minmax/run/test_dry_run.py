@@ -15,7 +15,9 @@ from raises import raises_error
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
+from rlhf_minmax.run.distributed import plan_devices
 from rlhf_minmax.run.dry_run import plan_run, step_tokens
+from rlhf_minmax.run.events import device_rows
 from rlhf_minmax.truthfulness import ConstraintMeasure
 from rlhf_models import DeviceManager, tiny_model
 from small_game import make, plan
@@ -43,6 +45,22 @@ def test_steps_answers_and_critiques() -> None:
     assert rows["critiques per step"] == "24 that train the monitor, 32 in the policy's reward"
     assert plan("baseline=false", "training.max_steps=7")["steps"] == "7 of 4 stories (1.4 epochs)"
     assert plan("training.batch_size=64")["answers per step"] == "80"  # no more than the 20 stories there are
+
+
+@pytest.mark.parametrize(
+    ("overrides", "listed"),
+    [
+        ((), True),
+        (("judge_model.kind=rule",), False),
+        (("judge_model.kind=validator",), False),
+        (("judge_model.kind=api", "judge_model.model_name=m", "judge_model.base_url=http://x/v1"), False),
+        (("judge_model.kind=rule", "held_out.judge.kind=head"), True),
+        (("judge_model.kind=rule", "held_out.judge.kind=validator"), False),
+    ],
+)
+def test_a_judge_without_a_model_has_no_device(overrides: tuple[str, ...], listed: bool) -> None:
+    roles = [row["role"] for row in device_rows(plan_devices(make(*overrides)))]
+    assert roles == ["policy", "monitor", "reward", *(["judge"] if listed else [])]
 
 
 def test_streams_share_prompts() -> None:

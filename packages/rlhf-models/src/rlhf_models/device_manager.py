@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class DeviceManager:
         overrides: role to device, such as `{"reward": "cuda:1"}`.
         roles: the roles to place.
         num_gpus: GPUs to plan for; None counts this machine's.
+        unused: roles without a model on this machine, which the table leaves out.
 
     Raises:
         UserError: an override names an unknown role, or a device that does not exist.
@@ -69,7 +70,9 @@ class DeviceManager:
         *,
         roles: Sequence[str] = ROLES,
         num_gpus: int | None = None,
+        unused: Collection[str] = (),
     ) -> None:
+        self.unused = frozenset(unused)
         self.num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
         overrides = dict(overrides or {})
         for role in overrides:
@@ -108,6 +111,7 @@ class DeviceManager:
         return [
             (p.role, str(p.device), str(p.dtype).removeprefix("torch."), p.reason)
             for p in self.placements.values()
+            if p.role not in self.unused
         ]
 
     def clear_memory(self) -> None:

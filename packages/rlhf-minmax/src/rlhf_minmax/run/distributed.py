@@ -25,14 +25,16 @@ def plan_devices(config: MinMaxConfig, machine: Machine | None = None) -> Device
         config: the run's settings.
         machine: what a dry run plans for; None is this machine with the processes that torchrun started.
     """
+    loaded = {"policy", "monitor", *(role.removeprefix("held-out ") for role in scorer_sections(config))}
+    unused = set(ROLES) - loaded
     if (machine.processes if machine else world_size()) == 1 and not (machine and machine.card):
-        return DeviceManager(config.devices)
+        return DeviceManager(config.devices, unused=unused)
     if config.devices:
         raise UserError(
             "devices names a device per role, but under torchrun every process runs all roles on its own; "
             "leave devices out, or put the judge behind an API"
         )
-    return DeviceManager(dict.fromkeys(ROLES, str(job_device())))
+    return DeviceManager(dict.fromkeys(ROLES, str(job_device())), unused=unused)
 
 
 def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
