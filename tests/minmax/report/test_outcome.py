@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rlhf_eval.figures import new_figure
 from rlhf_minmax.report.outcome import (
     calibration_panel,
     cross_play_panel,
@@ -107,6 +108,25 @@ def test_cross_play_has_a_row_per_policy_and_writes_its_values(drawn):
         "#FDFDFD",
         "#101010",
     ]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_the_labels_of_a_small_cross_play_fit_it(rows, monkeypatch):
+    figures = []
+
+    def remember(width, height):
+        figures.append(new_figure(width, height))
+        return figures[0]
+
+    monkeypatch.setattr("rlhf_eval.figures.new_figure", remember)
+    steps = list(range(rows))
+    table = {"policy_steps": steps, "monitor_steps": steps, "values": [[0.5] * rows] * rows}
+    cross_play_panel({"cross_play": table | {"accuracy": [0.5] * rows}})
+    (figure,) = figures
+    figure.draw_without_rendering()
+    for label in (figure.axes[0].xaxis.label, figure.axes[0].yaxis.label):
+        box = label.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
 
 
 def test_large_cross_play_has_a_scale_in_place_of_values(drawn):

@@ -132,9 +132,10 @@ def test_everything_recorded_is_shown(run):
         "2.13.0",
         "float32",
         '"batch_size": 32',
-        "60.0",
+        "Models60.060%",
     ):
         assert expected in page.text
+    assert "Demo" not in page.text  # models may all be the user's
     for key in BLOCK:
         assert key in page.text
     assert page.tags.count("figure") == 4

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from raises import raises_error
 from rlhf_data import QARecord
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.game.stories import load_stories
-from rlhf_models import JudgeModel, LoraSettings
+from rlhf_minmax.scorers.loading import scorer_hosts
+from rlhf_models import DeviceManager, JudgeModel, LoraSettings
 from small_game import SIZES
 
 
@@ -35,6 +37,14 @@ def judge_examples(model: JudgeModel, records: list[QARecord], prompts: Any) -> 
             label = float(choice == record.answer_text)
             found.append(LabelledSequence(TokenSequence(ids, len(ids)), label))
     return found
+
+
+@pytest.mark.parametrize("role", ["reward", "judge"])
+def test_the_command_that_trains_such_an_adapter_is_the_scorers(role: str) -> None:
+    config = MinMaxConfig.from_dict({f"{role}_model": {"model_name": "full", "share_backbone": True}})
+    with raises_error("cannot_share_backbone") as caught:
+        scorer_hosts(config, DeviceManager({}))
+    assert f"`rlhf-train {role} " in str(caught.value)
 
 
 @pytest.mark.slow

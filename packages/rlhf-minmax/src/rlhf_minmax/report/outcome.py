@@ -197,7 +197,7 @@ def _draw_cross_play(axes: Axes, *, table: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel("step of the monitor")
-    axes.set_ylabel("step of the policy (its true accuracy)")
+    axes.set_ylabel("step of the policy\n(its true accuracy)")
     if columns > _MOST_WRITTEN:
         add_colorbar(axes, mesh, "game value")
         return

@@ -60,7 +60,7 @@ _BREAK_EVEN = (
     ("w_reward", "w_reward of this run"),
 )
 _WALL = (
-    ("demo", "Demo models", "#999999"),
+    ("demo", "Models", "#999999"),
     ("plain", "Plain RLHF", "#D55E00"),
     ("game", "MinMax game", "#0072B2"),
     ("evaluation", "Evaluation", "#009E73"),

@@ -97,9 +97,10 @@ def _obstacle(
         settings = backbone_settings(config)
     folder = section.model_name
     if folder is None or not is_adapter(folder):
+        command = "judge" if isinstance(section, JudgeConfig) else "reward"
         return (
             f"{folder or 'what is built from the training rows'} is a full model; train an adapter on the "
-            "players' model with `rlhf-train reward --set use_peft=true --model ...`"
+            f"players' model with `rlhf-train {command} --set use_peft=true --model ...`"
         )
     base, model = adapter_base(folder), settings.model_name
     if model is None or Path(base).resolve() != Path(model).resolve():
