@@ -76,6 +76,7 @@ from rlhf_data.records.steps import StepPairRecord as StepPairRecord
 from rlhf_data.records.steps import StepwiseRecord as StepwiseRecord
 from rlhf_data.runs.atomic import atomic_folder as atomic_folder
 from rlhf_data.runs.atomic import atomic_write_json as atomic_write_json
+from rlhf_data.runs.atomic import atomic_write_lines as atomic_write_lines
 from rlhf_data.runs.atomic import atomic_write_text as atomic_write_text
 from rlhf_data.runs.atomic import ensure_writable_folder as ensure_writable_folder
 from rlhf_data.runs.atomic import explain_full_disk as explain_full_disk

@@ -10,12 +10,18 @@ import hashlib
 import html
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["breakable", "number", "page", "section", "svg_figure", "table", "text", "verbatim", "written_by"]
+if TYPE_CHECKING:
+    from rlhf_eval.figures import Panel
+
+__all__ = [
+    *("breakable", "figure_grid", "findings_list", "number", "page", "paragraphs", "section", "svg_figure"),
+    *("table", "text", "verbatim", "written_by"),
+]
 
 _COMMAND: ContextVar[str] = ContextVar("_COMMAND", default="")
 
@@ -192,6 +198,25 @@ def svg_figure(svg: str, caption: str) -> str:
         f'<figure><img alt="{text(caption)}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{text(caption)}</figcaption></figure>"
     )
+
+
+def figure_grid(panels: Sequence[Panel], *, titled: bool = True, small: bool = False) -> str:
+    """Return figures beside one another, as many as fit, with their titles over them; empty without any."""
+    cells = "".join(
+        f"<div>{f'<h3>{text(each.title)}</h3>' * titled}{svg_figure(each.svg, each.caption)}</div>"
+        for each in panels
+    )
+    return f'<div class="grid{" small" * small}">{cells}</div>\n' if panels else ""
+
+
+def findings_list(items_html: Iterable[str]) -> str:
+    """Return a list of what was found."""
+    return f'<ul class="findings">{"".join(f"<li>{item}</li>" for item in items_html)}</ul>\n'
+
+
+def paragraphs(sentences: Iterable[str]) -> str:
+    """Return texts as paragraphs."""
+    return "".join(f"<p>{text(sentence)}</p>\n" for sentence in sentences)
 
 
 @contextmanager

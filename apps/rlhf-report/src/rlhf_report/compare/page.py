@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_eval.html import number, page, section, table, text, verbatim
+from rlhf_eval.html import number, page, paragraphs, section, table, text, verbatim
 from rlhf_report.compare.plot import interval_plot
 from rlhf_report.compare.table import PREFERENCE
 from rlhf_report.compare.words import (
@@ -50,7 +50,7 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
     said = verdict(found)
     body = f"<h1>{text(_title(found))}</h1>\n"
     body += f"<p>{text(opening(found))} <strong>{text(said[0])}</strong></p>\n"
-    body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in said[1:])
+    body += paragraphs(said[1:])
     body += section(_plot_title(found), _plot(found) + _models(found))
     if found["pairs"]:
         body += section("Every pair", _pairs(found))
@@ -60,8 +60,7 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
         body += section(f"By {found['slice']}", _slices(found))
     if cases:
         body += section("Cases, the clearest first", "".join(_case(case) for case in cases))
-    computed = "".join(f"<p>{text(note)}</p>" for note in notes(found))
-    body += section("How it was computed", computed + _files(found))
+    body += section("How it was computed", paragraphs(notes(found)) + _files(found))
     return page(_title(found), body, sortable=True)
 
 

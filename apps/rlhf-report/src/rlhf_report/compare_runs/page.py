@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_eval.figures import Panel
-from rlhf_eval.html import breakable, page, section, svg_figure, table, text
+from rlhf_eval.html import breakable, figure_grid, findings_list, page, paragraphs, section, table, text
 from rlhf_report.compare.plot import interval_plot
 from rlhf_report.compare_runs.words import (
     Table,
@@ -26,20 +26,19 @@ def runs_page(found: dict[str, Any], said: Sequence[str], panels: Sequence[Panel
     came_out = verdict(found)
     body = f"<h1>{text(title)}</h1>\n"
     body += f"<p>{text(opening(found))} <strong>{text(came_out[0])}</strong></p>\n"
-    body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in came_out[1:])
+    body += paragraphs(came_out[1:])
     if said:
-        body += f'<ul class="findings">{"".join(f"<li>{text(each)}</li>" for each in said)}</ul>\n'
+        body += findings_list(map(text, said))
     if found["comparable"]:
         body += _plot(found)
-    figures = "".join(f"<div>{svg_figure(each.svg, each.caption)}</div>" for each in panels)
-    body += section("All runs", f'<div class="grid">{figures}</div>')
+    body += section("All runs", figure_grid(panels, titled=False))
     body += "".join(section(each[0], _table(names, each)) for each in tables(found))
     if found["pairs"]:
         head = ["pair", "difference", "interval", "p (Holm)", "probability of improvement"]
         cells = [[text(cell) for cell in pair_cells(pair)] for pair in found["pairs"]]
         body += section("Every pair", table(head, cells, numeric=True))
     body += section("Every run", _runs(found))
-    body += section("How it was computed", "".join(f"<p>{text(each)}</p>" for each in definitions(found)))
+    body += section("How it was computed", paragraphs(definitions(found)))
     return page(title, body, sortable=True)
 
 

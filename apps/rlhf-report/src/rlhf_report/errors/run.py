@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from rlhf_data import (
     UserError,
     as_messages,
     atomic_write_json,
+    atomic_write_lines,
     atomic_write_text,
     finite,
 )
@@ -119,8 +119,7 @@ def _write_report(
             draw_errors(found, pairs, run.path / "error_analysis_plots.png")
     found["findings"] = [finding._asdict() for finding in findings]
     atomic_write_json(run.path / "errors.json", finite(found))
-    lines = (json.dumps(finite(case), ensure_ascii=False) for case in cases)
-    atomic_write_text(run.path / "cases.jsonl", "".join(f"{line}\n" for line in lines))
+    atomic_write_lines(run.path / "cases.jsonl", [finite(case) for case in cases])
     atomic_write_text(run.path / "errors.txt", errors_text(findings, cases, **names, table=table))
     atomic_write_text(run.path / "errors.html", page)
     lines = [f"{'! ' if finding.problem else '  '}{finding.text}" for finding in findings]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from rlhf_data import (
     UserError,
     alone_in,
     atomic_write_json,
+    atomic_write_lines,
     atomic_write_text,
     finite,
     load_records,
@@ -288,12 +288,11 @@ class _Evaluation:
         """All models' in one file, and each model's in a separate file, for `compare` and `samples`."""
         every = []
         for evaluator in evaluators:
-            rows = [json.dumps(finite(row), ensure_ascii=False) for row in _rows(evaluator)]
+            rows = [finite(row) for row in _rows(evaluator)]
             every += rows
-            path = self.run.path / "completions" / f"{evaluator.name.replace('/', '_')}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            atomic_write_text(path, "".join(f"{row}\n" for row in rows))
-        atomic_write_text(self.run.path / "completions.jsonl", "".join(f"{row}\n" for row in every))
+            name = f"{evaluator.name.replace('/', '_')}.jsonl"
+            atomic_write_lines(self.run.path / "completions" / name, rows)
+        atomic_write_lines(self.run.path / "completions.jsonl", every)
 
     def _notes(self) -> list[str]:
         notes = [

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from rlhf_data import RunFolder, atomic_folder, atomic_write_json, atomic_write_text, finite
+from rlhf_data import (
+    RunFolder,
+    atomic_folder,
+    atomic_write_json,
+    atomic_write_lines,
+    atomic_write_text,
+    finite,
+)
 from rlhf_eval.exploration import (
     Exploration,
     choose_samples,
@@ -29,7 +36,7 @@ from rlhf_eval.figures import can_draw
 from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
 from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts
-from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
+from rlhf_report.explore.written import samples_of, write_findings, write_pairs
 from rlhf_report.options import named_columns, tokenizer_of
 
 _COLUMNS = ("prompt", "messages", "chosen", "rejected")
@@ -123,7 +130,7 @@ def _write(
     told = [*sentences(results), *subset_sentences(results["by"])]
     results["findings"] = [each._asdict() for each in told]
     samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
-    write_samples(folder / "samples.jsonl", samples)
+    atomic_write_lines(folder / "samples.jsonl", samples)
     write_findings(folder / "findings.jsonl", read, found)
     write_pairs(folder / "pairs.parquet", spool, read, found, near)
     atomic_write_json(folder / "exploration.json", results)

@@ -19,14 +19,10 @@ _HEAD = 500
 """Characters kept of a text in the table: the last ones of a prompt, the first ones of a completion."""
 
 
-def write_findings(path: Path, read: ReadPairs, found: Exploration) -> int:
-    """Write a line for each row that breaks a rule, and return how many there are."""
-    count = 0
+def write_findings(path: Path, read: ReadPairs, found: Exploration) -> None:
+    """Write a line for each row that breaks a rule."""
     with open(path, "w", encoding="utf-8") as file:
-        for line in _findings(read, found):
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            count += 1
-    return count
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _findings(read, found))
 
 
 def _findings(read: ReadPairs, found: Exploration) -> Iterator[dict[str, Any]]:
@@ -63,12 +59,6 @@ def samples_of(
             sides = {"prompt": prompt, "chosen": better, "rejected": worse}
             samples.append({"kind": kind, **place, "line": int(read.table.line[row]), "note": note, **sides})
     return samples
-
-
-def write_samples(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Write pairs to read, one a line."""
-    lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def write_pairs(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data import PromptRecord, RunFolder, atomic_write_text, finite, remove_folder
+from rlhf_data import PromptRecord, RunFolder, atomic_write_lines, finite, remove_folder
 from rlhf_train.comparison.plan import ComparisonPlan
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ class PolicyMeter:
             name = f"{run.path.parent.name}, {run.path.name}, step {step}"
             evaluator = self._evaluator(str(folder), name, run.path / "policy" / f"step-{step}", self.start)
             rows[step] = {"step": step, **self._numbers(evaluator)}
-            lines = [json.dumps(rows[each]) for each in sorted(rows)]
-            atomic_write_text(run.path / POLICY_LOG, "".join(f"{line}\n" for line in lines))
+            atomic_write_lines(run.path / POLICY_LOG, [rows[each] for each in sorted(rows)])
         for step, folder in run.checkpoints():
             if step < steps[-1]:
                 remove_folder(folder)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.pipeline.kinds import options
-from rlhf_data import UserError, atomic_write_text, read_rows
+from rlhf_data import UserError, atomic_write_lines, read_rows
 
 ROWS, MAX_TOKENS = 8, 64
 """Prompts that are asked and the longest answer, unless the settings say otherwise."""
@@ -43,9 +43,7 @@ def serve(folder: Path, settings: Mapping[str, Any]) -> None:
     }
     given = {key: value for key, value in settings.items() if key not in _NOT_OPTIONS}
     with _server(options(given)) as address:
-        rows = [_ask(address, prompt, how) for prompt in prompts]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    atomic_write_text(folder / "rows.jsonl", "".join(f"{line}\n" for line in lines))
+        atomic_write_lines(folder / "rows.jsonl", [_ask(address, prompt, how) for prompt in prompts])
 
 
 def _prompts(path: str, rows: int) -> list[Any]:

@@ -23,7 +23,7 @@ from rlhf_data import (
     UserError,
     as_completion,
     atomic_write_json,
-    atomic_write_text,
+    atomic_write_lines,
     exit_cleanly,
     read_rows,
 )
@@ -263,8 +263,7 @@ def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    atomic_write_text(folder / "rows.jsonl", "".join(f"{line}\n" for line in lines))
+    atomic_write_lines(folder / "rows.jsonl", rows)
     print(f"{len(rows)} rows")
 
 

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ def atomic_write_json(path: str | Path, obj: Any) -> None:
         DiskFullError: nothing can be added to the disk; `path` is as it was.
     """
     atomic_write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def atomic_write_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON, one a line, atomically; errors are those of `atomic_write_text`."""
+    atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_eval.attacks.transforms import CONTROL, TRANSFORMS
-from rlhf_eval.html import number, page, section, table, text, verbatim
+from rlhf_eval.evaluation.findings import percent_text
+from rlhf_eval.html import findings_list, number, page, paragraphs, section, table, text, verbatim
 
 _SHOWN = 3
 """Succeeded attacks of each kind."""
@@ -23,7 +24,7 @@ def attack_sentence(result: Mapping[str, Any]) -> str:
         return f"{name}: no row can be changed in this way"
     if not right:
         return f"{name}: none of {result['rows']} answers was right before, so that no attack can succeed"
-    rate = _percent(result["success"])
+    rate = percent_text(result["success"])
     found = f"{name}: {result['became_wrong']} of {right} right answers became wrong, {rate}"
     others = f"{result['became_right']} of {result['rows'] - right} others became right"
     if name == CONTROL:
@@ -43,9 +44,7 @@ def attack_page(results: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str
     body = (
         f"<h1>{text(title)}</h1>\n<p>{text(names['data'])}; an answer is right {text(names['right'])}.</p>\n"
     )
-    body += (
-        f'<ul class="findings">{"".join(f"<li>{text(attack_sentence(each))}</li>" for each in results)}</ul>'
-    )
+    body += findings_list(text(attack_sentence(each)) for each in results)
     body += section("How often does an attack succeed?", table(_HEAD, [_row(each) for each in results]))
     cases = [
         case for each in results for case in _cases(each["transform"], rows) if each["transform"] != CONTROL
@@ -63,7 +62,7 @@ def _row(result: Mapping[str, Any]) -> list[str]:
         str(result["rows"]),
         str(result["right_before"]),
         str(result["became_wrong"]),
-        _percent(result["success"]),
+        percent_text(result["success"]),
         str(result["became_right"]),
         number(drop["estimate"]) + ends,
         f"{result['p_holm']:.2g}",
@@ -98,11 +97,4 @@ def _notes(results: Sequence[Mapping[str, Any]]) -> str:
         what + ".",
         *(["Rows left out: " + "; ".join(left_out) + "."] if left_out else []),
     ]
-    return "".join(f"<p>{text(note)}</p>" for note in notes)
-
-
-def _percent(rate: Mapping[str, Any]) -> str:
-    if rate["estimate"] is None:
-        return "–"
-    ends = "" if rate["low"] is None else f" [{rate['low']:.1%}, {rate['high']:.1%}]"
-    return f"{rate['estimate']:.1%}{ends}"
+    return paragraphs(notes)

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_eval.audit.gap import MARGIN, Gap
 from rlhf_eval.audit.hints import Hint
 from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, add_legend, can_draw, make_panel, step_axis
-from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.html import (
+    figure_grid,
+    findings_list,
+    number,
+    page,
+    paragraphs,
+    section,
+    table,
+    text,
+    verbatim,
+)
 from rlhf_eval.stats import Interval
 
 if TYPE_CHECKING:
@@ -96,16 +106,12 @@ def audit_page(audit: Audit, samples: Sequence[Mapping[str, Any]]) -> str:
     if not audit.is_decided:
         verdict, kind = "Not decided", "soft"
     body = f'<h1>{text(audit.name)}</h1>\n<p class="{kind}">{verdict}</p>\n'
-    body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in audit.sentences)
+    body += paragraphs(audit.sentences)
     for gap in audit.gaps:
-        figures = (
-            "".join(f"<div>{svg_figure(p.svg, p.caption)}</div>" for p in _panels(gap)) if can_draw() else ""
-        )
-        body += section(
-            f"{gap.train} beside {gap.held_out}", f'<div class="grid">{figures}</div>{_numbers(gap)}'
-        )
-    hints = [f"<li>{text(hint.text)} <small>({text(hint.name)})</small></li>" for hint in audit.hints]
-    listed = f'<ul class="findings">{"".join(hints)}</ul>' if hints else "<p>None.</p>"
+        figures = figure_grid(_panels(gap), titled=False) if can_draw() else ""
+        body += section(f"{gap.train} beside {gap.held_out}", figures + _numbers(gap))
+    hints = [f"{text(hint.text)} <small>({text(hint.name)})</small>" for hint in audit.hints]
+    listed = findings_list(hints) if hints else "<p>None.</p>"
     note = (
         "<p class='soft'>Signs that go with a gamed reward, and with good runs too; they decide nothing.</p>"
     )

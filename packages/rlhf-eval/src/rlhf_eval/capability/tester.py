@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_data import PromptRecord, RunFolder, UserError, atomic_write_json, atomic_write_text, finite
+from rlhf_data import PromptRecord, RunFolder, UserError, atomic_write_json, atomic_write_lines, finite
 from rlhf_eval import stats
 from rlhf_eval.capability.items import Item
 from rlhf_eval.capability.suites import SUITES
@@ -53,9 +52,7 @@ class CapabilityReport:
 
     def write(self, folder: Path, **facts: Any) -> None:
         """Write `items.jsonl`, then `results.json`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(dict(row), ensure_ascii=False) for row in self.items]
-        atomic_write_text(folder / ITEMS, "".join(f"{line}\n" for line in lines))
+        atomic_write_lines(folder / ITEMS, self.items)
         atomic_write_json(folder / "results.json", {"suites": self.summary(), **facts})
 
     @classmethod

@@ -21,7 +21,17 @@ from rlhf_eval.figures import (
     save_png,
     styled,
 )
-from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.html import (
+    figure_grid,
+    findings_list,
+    number,
+    page,
+    paragraphs,
+    section,
+    table,
+    text,
+    verbatim,
+)
 
 _COLORS = (GREY, BLUE, ORANGE, GREEN, PURPLE)
 _DRAWN = 5
@@ -44,7 +54,7 @@ def evaluation_page(
         cases: prompts with what each model wrote; `prompt`, and `answers` of `name`, `text` and `facts`.
     """
     body = f"<h1>{text(_title(results))}</h1>\n<p>{text(_opening(results))}</p>\n"
-    body += f'<ul class="findings">{"".join(f"<li>{text(each)}</li>" for each in findings)}</ul>\n'
+    body += findings_list(map(text, findings))
     body += _figures(results, scores) if can_draw() else ""
     if any(each["judges"] for each in results["comparisons"]):
         body += section("Which completion is better?", _win_rates(results))
@@ -60,8 +70,8 @@ def evaluation_page(
         body += section("Prompts that provoke failures", _adversarial(results["adversarial"]))
     if cases:
         body += section("Completions to read", "".join(_case(case) for case in cases))
-    notes = "".join(f"<p>{text(note)}</p>" for note in results["notes"])
-    return page(_title(results), body + section("How it was computed", notes), sortable=True)
+    body += section("How it was computed", paragraphs(results["notes"]))
+    return page(_title(results), body, sortable=True)
 
 
 def evaluation_text(results: Mapping[str, Any], findings: Sequence[str]) -> str:
@@ -253,8 +263,7 @@ def _figures(results: Mapping[str, Any], scores: Mapping[str, np.ndarray]) -> st
         panels.append(
             make_panel("What does the reward cost in KL?", caption, lambda axes: _draw_trade_off(axes, trade))
         )
-    cells = "".join(f"<div><h3>{text(p.title)}</h3>{svg_figure(p.svg, p.caption)}</div>" for p in panels)
-    return f'<div class="grid">{cells}</div>\n' if panels else ""
+    return figure_grid(panels)
 
 
 def _draw_distributions(axes: Any, scores: Mapping[str, np.ndarray]) -> None:

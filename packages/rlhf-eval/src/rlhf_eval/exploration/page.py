@@ -11,7 +11,17 @@ from rlhf_eval.exploration.hygiene import ROW_RULES
 from rlhf_eval.exploration.sentences import Sentence, percent
 from rlhf_eval.exploration.subsets import subsets_section
 from rlhf_eval.figures import can_draw
-from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.html import (
+    figure_grid,
+    findings_list,
+    number,
+    page,
+    section,
+    svg_figure,
+    table,
+    text,
+    verbatim,
+)
 
 _SHOWN_PHRASES = 25
 _MOST_TEXT = 4000
@@ -57,12 +67,7 @@ def exploration_page(
     )
     body += _findings(findings)
     drawn = panels(results) if can_draw() else {}
-    if drawn:
-        figures = "".join(
-            f"<div><h3>{text(each.title)}</h3>{svg_figure(each.svg, each.caption)}</div>"
-            for each in (drawn[name] for name in FIGURES)
-        )
-        body += f'<div class="grid">{figures}</div>\n'
+    body += figure_grid([drawn[name] for name in FIGURES if name in drawn])
     for at, column in enumerate(results["by"]):
         panel = drawn.get(subset_figure(at))
         figure = f"<div>{svg_figure(panel.svg, panel.caption)}</div>" if panel else ""
@@ -84,8 +89,7 @@ def exploration_page(
 
 def _findings(findings: Sequence[Sentence]) -> str:
     marks = {True: '<span class="bad-text">look at</span>', False: '<span class="good-text">noted</span>'}
-    lines = "".join(f"<li>{marks[each.problem]}: {text(each.text)}</li>" for each in findings)
-    return f'<ul class="findings">{lines}</ul>\n'
+    return findings_list(f"{marks[each.problem]}: {text(each.text)}" for each in findings)
 
 
 def _ends(share: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_eval.curves import metric_panel
 from rlhf_eval.figures import can_draw, pairs
-from rlhf_eval.html import breakable, number, page, section, svg_figure, table, text
+from rlhf_eval.html import breakable, figure_grid, findings_list, number, page, section, table, text
 from rlhf_eval.monitor.logs import RunLog
 from rlhf_eval.monitor.summary import Summary, shown_keys, sparkline
 
@@ -37,22 +37,15 @@ def _run_html(log: RunLog, summary: Summary, plot: str) -> str:
     if summary.workers:
         body += f"<p>{text(summary.workers[0].upper() + summary.workers[1:])}.</p>\n"
     if summary.alerts:
-        lines = [
-            f'<li><span class="bad-text">step {each.step:,}</span> {text(each.text)}</li>'
-            for each in summary.alerts
-        ]
-        body += f'<ul class="findings">{"".join(lines)}</ul>\n'
+        body += findings_list(
+            f'<span class="bad-text">step {each.step:,}</span> {text(each.text)}' for each in summary.alerts
+        )
     if summary.skipped:
         body += f'<p class="soft">About {summary.skipped:,} rows between those shown were left out.</p>\n'
     keys = shown_keys(log.rows, plot)
     drawn = keys[:_MOST_PANELS] if can_draw() else []
-    if drawn:
-        alone = [
-            key for key in drawn if key.removeprefix("eval_") not in drawn or not key.startswith("eval_")
-        ]
-        panels = [metric_panel(log.rows, key) for key in alone]
-        figures = "".join(f"<div>{svg_figure(each.svg, each.caption)}</div>" for each in panels)
-        body += f'<div class="grid small">{figures}</div>\n'
+    alone = [key for key in drawn if key.removeprefix("eval_") not in drawn or not key.startswith("eval_")]
+    body += figure_grid([metric_panel(log.rows, key) for key in alone], titled=False, small=True)
     rest = keys[len(drawn) :]
     if rest:
         body += table(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_eval.figures import BLUE, GREY, ORANGE, can_draw, make_panel, new_figure, save_png, styled
-from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.html import figure_grid, findings_list, number, page, section, table, text, verbatim
 from rlhf_eval.reward_errors.candidates import TIES
 from rlhf_eval.reward_errors.findings import ErrorFinding
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs
@@ -135,8 +135,7 @@ def _ties_table(entry: Mapping[str, Any]) -> str:
 
 def _findings_html(findings: Sequence[ErrorFinding]) -> str:
     marks = {True: '<span class="bad-text">problem</span>', False: '<span class="good-text">fine</span>'}
-    lines = "".join(f"<li>{marks[f.problem]}: {text(f.text)}</li>" for f in findings)
-    return f'<ul class="findings">{lines}</ul>\n'
+    return findings_list(f"{marks[each.problem]}: {text(each.text)}" for each in findings)
 
 
 def errors_text(
@@ -251,8 +250,7 @@ def _figures(results: Mapping[str, Any], pairs: ScoredPairs) -> str:
         lambda axes: _draw_length(axes, pairs),
     )
     panels = [make_panel(*each) for each in zip(titles, captions, draws, strict=True)]
-    cells = "".join(f"<div><h3>{text(p.title)}</h3>{svg_figure(p.svg, p.caption)}</div>" for p in panels)
-    return f'<div class="grid">{cells}</div>\n'
+    return figure_grid(panels)
 
 
 def _best_of_n_table(rows: Sequence[Mapping[str, float]]) -> str:

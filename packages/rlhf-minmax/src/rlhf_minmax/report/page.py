@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows, settings_command
-from rlhf_eval.html import breakable, number, page, section, table, text, verbatim
+from rlhf_eval.html import breakable, findings_list, number, page, paragraphs, section, table, text, verbatim
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.report import sections
 from rlhf_minmax.report.exchanges import exchange_cards
@@ -149,7 +149,7 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 def _header(name: str, results: dict[str, Any], config: dict[str, Any]) -> str:
     tiles = "".join(_tile(title, kind, results.get(block)) for block, title, kind in _BLOCKS)
-    introduction = "".join(f"<p>{text(paragraph)}</p>\n" for paragraph in _opening(results, config))
+    introduction = paragraphs(_opening(results, config))
     title = f'<h1>MinMax RLHF</h1>\n<p class="soft">Run {text(name)}</p>\n'
     return f'{title}{introduction}<div class="tiles">{tiles}</div>\n'
 
@@ -229,10 +229,9 @@ def _findings(findings: Sequence[dict[str, Any]] | None) -> str:
         return '<p class="soft">The run recorded no findings.</p>'
     if not findings:
         return "<p>Nothing: no signal was dead and no multiplier stuck.</p>"
-    items = "".join(
-        f"<li><b>{_when(each.get('step', '–'))}</b> {text(each.get('text', ''))}</li>" for each in findings
+    return findings_list(
+        f"<b>{_when(each.get('step', '–'))}</b> {text(each.get('text', ''))}" for each in findings
     )
-    return f'<ul class="findings">{items}</ul>'
 
 
 def _when(step: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_eval.figures import Panel, Rows
-from rlhf_eval.html import breakable, number, svg_figure, table, text
+from rlhf_eval.html import breakable, figure_grid, number, table, text
 from rlhf_minmax.report.outcome import (
     calibration_panel,
     cross_play_panel,
@@ -30,13 +30,13 @@ def training(metrics: Rows, results: dict[str, Any]) -> str:
         "policy accuracy against the monitor's": phase_panel(metrics),
         "the reward of a held-out reward model": hacking_panel(metrics),
     }
-    return _grid([*minmax_panels(metrics, results), *_drawn(extra)]) + _missing(extra)
+    return figure_grid([*minmax_panels(metrics, results), *_drawn(extra)]) + _missing(extra)
 
 
 def players(metrics: Rows) -> str:
     """Both players over the steps, HTML."""
     panels = player_panels(metrics)
-    return _grid(_drawn(panels), small=True) + _missing(panels)
+    return figure_grid(_drawn(panels), small=True) + _missing(panels)
 
 
 def constraints(metrics: Rows, config: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def constraints(metrics: Rows, config: dict[str, Any]) -> str:
     return (
         table(head, rows, numeric=True)
         + f'<p class="soft">{note}</p>'
-        + _grid(constraint_panels(metrics, thresholds), small=True)
+        + figure_grid(constraint_panels(metrics, thresholds), small=True)
     )
 
 
@@ -99,7 +99,7 @@ def outcome(metrics: Rows, results: dict[str, Any]) -> str:
         "cross-play": cross_play_panel(results),
     }
     unmeasured = others | {"exploitability": next(iter(exploitability), None)}
-    return _grid([*exploitability, *_drawn(others)]) + _missing(unmeasured)
+    return figure_grid([*exploitability, *_drawn(others)]) + _missing(unmeasured)
 
 
 def _thresholds(config: dict[str, Any]) -> dict[str, float | None]:
@@ -109,13 +109,6 @@ def _thresholds(config: dict[str, Any]) -> dict[str, float | None]:
 
 def _drawn(panels: Mapping[str, Panel | None]) -> list[Panel]:
     return [panel for panel in panels.values() if panel is not None]
-
-
-def _grid(panels: Sequence[Panel], *, small: bool = False) -> str:
-    figures = "".join(
-        f"<div><h3>{text(panel.title)}</h3>{svg_figure(panel.svg, panel.caption)}</div>" for panel in panels
-    )
-    return f'<div class="grid{" small" if small else ""}">{figures}</div>' if panels else ""
 
 
 def _missing(panels: Mapping[str, Panel | None]) -> str:
