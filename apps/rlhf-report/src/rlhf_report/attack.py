@@ -36,8 +36,7 @@ def run_attack(given: Mapping[str, Any]) -> None:
     check_items(items)
     check_policy(model)
     rated = _rated(given["reward"], given["right_from"], columns) if given["reward"] else None
-    path = Path(given["output_dir"]) if given["output_dir"] else None
-    with new_run(path, "attack") as run:
+    with new_run(given["output_dir"], "attack") as run:
         _attack(given, run, model, items, rated)
 
 

@@ -25,6 +25,18 @@ def bad_row_option(meaning: str) -> Any:
     )
 
 
+def report_dir_option(job: str) -> Any:
+    """The option `--output-dir` of a report that is a new folder."""
+    return click.option(
+        "--output-dir", metavar="DIR", help=f"Folder of the report.  [default: outputs/{job}-<time>]"
+    )
+
+
+def dtype_option(whose: str = "the model's") -> Any:
+    """The option `--dtype`."""
+    return click.option("--dtype", default="auto", show_default=True, help=f"Dtype of {whose} weights.")
+
+
 _EXTRA_WITH = {"rlhf_models": "models", "rlhf_infer": "models", "torch": "models", "rlhf_minmax": "minmax"}
 """The extra that brings a package."""
 
@@ -79,13 +91,13 @@ def max_new_tokens_option(default: int, what: str) -> Any:
 
 
 @contextmanager
-def new_run(path: Path | None, job: str) -> Iterator[RunFolder]:
+def new_run(path: str | None, job: str) -> Iterator[RunFolder]:
     """A new run folder that no other process writes to; gone again if a mistake left it empty.
 
     Raises:
         UserError: it cannot be made, or holds something already.
     """
-    run = RunFolder.create(path, job=job, resumable=False)
+    run = RunFolder.create(path or None, job=job, resumable=False)
     try:
         with alone_in(run.path):
             yield run
@@ -93,6 +105,16 @@ def new_run(path: Path | None, job: str) -> Iterator[RunFolder]:
         with suppress(OSError):
             run.path.rmdir()
         raise
+
+
+def split_name(entry: str) -> tuple[str | None, str]:
+    """Name and path of `NAME=PATH`; the name is None if there is none."""
+    name, equals, path = entry.partition("=")
+    if not equals or Path(entry).exists():
+        return None, entry
+    if not (name and path):
+        raise UserError(f"{entry}: expected NAME=PATH", code="invalid_option")
+    return name, path
 
 
 def named_columns(given: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -38,8 +37,7 @@ def run_validation(given: Mapping[str, Any]) -> bool:
             column=given["source"],
         )
     validator = _validator(given)
-    path = Path(given["output_dir"]) if given["output_dir"] else None
-    with new_run(path, "validation") as run:
+    with new_run(given["output_dir"], "validation") as run:
         found = validator.validate(prompts, completions, sources)
         share = _share([bool(each.flaws) for each in found])
         kinds = _kinds(found)

@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from rlhf_eval.figures import Panel
 
 __all__ = [
-    *("breakable", "figure_grid", "findings_list", "number", "page", "paragraphs", "section", "svg_figure"),
-    *("table", "text", "verbatim", "written_by"),
+    "breakable",
+    "figure_grid",
+    "findings_list",
+    "number",
+    "page",
+    "paragraphs",
+    "section",
+    "svg_figure",
+    "table",
+    "text",
+    "verbatim",
+    "written_by",
 ]
 
 _COMMAND: ContextVar[str] = ContextVar("_COMMAND", default="")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained, max_new_tokens_option
+from rlhf_report.options import dtype_option, explained, max_new_tokens_option, report_dir_option
 
 
 @click.command("attack")
@@ -26,8 +26,8 @@ from rlhf_report.options import explained, max_new_tokens_option
 @click.option("--right-from", type=float, help="With --reward: the reward from which on an answer is right.")
 @max_new_tokens_option(64, "an answer")
 @click.option("--seed", default=0, show_default=True, type=int, help="Seed of the changes.")
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the model's weights.")
-@click.option("--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/attack-<time>]")
+@dtype_option()
+@report_dir_option("attack")
 @explained
 def command(**options: Any) -> None:
     """Change prompts in ways that leave the right answer as it is, and count answers that become wrong.

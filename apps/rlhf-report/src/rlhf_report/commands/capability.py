@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained, max_new_tokens_option
+from rlhf_report.options import dtype_option, explained, max_new_tokens_option, report_dir_option
 
 
 @click.command("capability")
@@ -33,7 +33,7 @@ from rlhf_report.options import explained, max_new_tokens_option
     help="Maximum number of items of a built-in suite.",
 )
 @max_new_tokens_option(64, "an answer")
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the model's weights.")
+@dtype_option()
 @click.option(
     "--before", metavar="DIR", help="Report of the model before training, to test for regressions against."
 )
@@ -44,9 +44,7 @@ from rlhf_report.options import explained, max_new_tokens_option
     type=click.FloatRange(0),
     help="With --before: loss of a suite that does not matter.",
 )
-@click.option(
-    "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/capability-<time>]"
-)
+@report_dir_option("capability")
 @explained
 def command(**options: Any) -> None:
     """Measure a model on offline suites: stories, sums, copying, instructions, refusals, plain text.

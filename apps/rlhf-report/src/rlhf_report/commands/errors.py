@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import bad_row_option, explained
+from rlhf_report.options import bad_row_option, explained, report_dir_option
 
 
 @click.command("errors")
@@ -54,7 +54,7 @@ from rlhf_report.options import bad_row_option, explained
 )
 @click.option("--held-out-reward", metavar="MODEL", help="Reward that scores the best of N.")
 @bad_row_option("What to do with a row that cannot be read.")
-@click.option("--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/errors-<time>]")
+@report_dir_option("errors")
 @explained
 def command(**options: Any) -> None:
     """Analyse the errors of a reward model: calibration, length, slices, flips, and cases to read."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import bad_row_option, explained, max_new_tokens_option
+from rlhf_report.options import bad_row_option, dtype_option, explained, max_new_tokens_option
 
 
 @click.command("evaluate")
@@ -74,7 +74,7 @@ from rlhf_report.options import bad_row_option, explained, max_new_tokens_option
     type=click.FloatRange(0, 1, min_open=True),
     help="With --backend vllm: share of the device's memory.  [default: 0.3]",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the models' weights.")
+@dtype_option("the models'")
 @click.option("--kl/--no-kl", default=True, show_default=True, help="Measure the KL to the reference.")
 @click.option("--env-file", metavar="FILE", help="NAME=value lines for the environment, such as API keys.")
 @bad_row_option("What to do with a row that cannot be read.")

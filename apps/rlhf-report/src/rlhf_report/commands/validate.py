@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained
+from rlhf_report.options import dtype_option, explained, report_dir_option
 
 
 @click.command("validate")
@@ -34,10 +34,8 @@ from rlhf_report.options import explained
     type=click.FloatRange(0, 1),
     help="Exit with 1 if a larger share has a flaw, by the lower end of its interval.",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Dtype of the models' weights.")
-@click.option(
-    "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/validation-<time>]"
-)
+@dtype_option("the models'")
+@report_dir_option("validation")
 @explained
 def command(**options: Any) -> None:
     """Look for flaws of completions that need no right answer.

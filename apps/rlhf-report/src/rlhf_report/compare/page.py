@@ -20,6 +20,7 @@ from rlhf_report.compare.words import (
     percent,
     points,
     range_of,
+    title_of,
     verdict,
 )
 
@@ -47,8 +48,8 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
         cases: Prompts with the texts of two models, each with `prompt`, `heading`, `won` and two `answers` of
             `name`, `score` and `output`.
     """
-    said = verdict(found)
-    body = f"<h1>{text(_title(found))}</h1>\n"
+    said, title = verdict(found), title_of([model["name"] for model in found["models"]])
+    body = f"<h1>{text(title)}</h1>\n"
     body += f"<p>{text(opening(found))} <strong>{text(said[0])}</strong></p>\n"
     body += paragraphs(said[1:])
     body += section(_plot_title(found), _plot(found) + _models(found))
@@ -61,12 +62,7 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
     if cases:
         body += section("Cases, the clearest first", "".join(_case(case) for case in cases))
     body += section("How it was computed", paragraphs(notes(found)) + _files(found))
-    return page(_title(found), body, sortable=True)
-
-
-def _title(found: dict[str, Any]) -> str:
-    names = [model["name"] for model in found["models"]]
-    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
+    return page(title, body, sortable=True)
 
 
 def _plot(found: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from rlhf_report.compare.compute import compare
 from rlhf_report.compare.page import comparison_page
 from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
 from rlhf_report.compare.words import amount, is_rate, label, left_out, opening, text_report, verdict
+from rlhf_report.options import split_name
 
 _CASES = 4
 _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
@@ -30,11 +31,20 @@ def run_compare(given: dict[str, Any]) -> None:
         )
     found = compare(table, options)
     cases = _cases(table, options, found)
-    folder = ensure_writable_folder(given["output_dir"])
-    atomic_write_json(folder / _JSON, found | {"cases": cases})
-    atomic_write_text(folder / _TEXT, text_report(found))
-    atomic_write_text(folder / _PAGE, comparison_page(found, cases))
-    print("\n".join([opening(found), *verdict(found), *left_out(found)]))
+    said = [opening(found), *verdict(found), *left_out(found)]
+    page = comparison_page(found, cases)
+    write_comparison(given["output_dir"], found | {"cases": cases}, text_report(found), page, said)
+
+
+def write_comparison(
+    output_dir: str, numbers: dict[str, Any], tables: str, page: str, said: Sequence[str]
+) -> None:
+    """Write the three files of a comparison, and print what came out and where they are."""
+    folder = ensure_writable_folder(output_dir)
+    atomic_write_json(folder / _JSON, numbers)
+    atomic_write_text(folder / _TEXT, tables)
+    atomic_write_text(folder / _PAGE, page)
+    print("\n".join(said))
     print(f"The page: {folder / _PAGE}; the numbers: {_JSON}; the tables: {_TEXT}")
 
 
@@ -46,21 +56,15 @@ def _options(given: dict[str, Any]) -> Options:
             "--threshold is for training runs, and these are files of answers; leave it out",
             code="unused_option",
         )
-    files, names = [], []
-    for entry in given["files"]:
-        name, equals, path = entry.partition("=")
-        named = equals and not Path(entry).exists()
-        files.append(path if named else entry)
-        if named and not name:
-            raise UserError(f"{entry}: the name before = is empty; expected NAME=FILE", code="invalid_option")
-        names.append(encodable(name if named else name_of(entry)))
+    entries = [split_name(entry) for entry in given["files"]]
+    names = [encodable(name or name_of(path)) for name, path in entries]
     for name in names:
         if names.count(name) > 1:
             raise UserError(
                 f"two files are called {name}; tell them apart with NAME=FILE", code="repeated_name"
             )
     return Options(
-        files=tuple(files),
+        files=tuple(path for _, path in entries),
         names=tuple(names),
         baseline=given["baseline"],
         metric=given["metric"],

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_report.compare.table import PREFERENCE, name_of
 
-_NAMED = 4
+NAMED = 4
 """Pairs that are named one by one."""
 
 
@@ -55,6 +55,11 @@ def percent(interval: dict[str, Any]) -> str:
 _ENDS = ("estimate", "low", "high")
 
 
+def title_of(names: Sequence[str]) -> str:
+    """The page's title."""
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
+
+
 def opening(found: dict[str, Any]) -> str:
     """One sentence: the models and the prompts."""
     names = [model["name"] for model in found["models"]]
@@ -75,14 +80,11 @@ def verdict(found: dict[str, Any]) -> list[str]:
     undecided = [pair for pair in pairs if pair["holm"] >= alpha and pair not in alike]
     if undecided and not decisive and not alike:
         return [no_ranking(pairs), _detectable(found, undecided)]
-    sentences = [_better(found, pair) for pair in decisive[:_NAMED]]
-    sentences += [_constant(found, pair) for pair in alike[:_NAMED]]
-    if len(decisive) > _NAMED:
-        sentences.append(f"So are {len(decisive) - _NAMED} further differences; the table has them.")
+    sentences = [better(found, pair, _difference(found, pair)) for pair in decisive[:NAMED]]
+    sentences += [_constant(found, pair) for pair in alike[:NAMED]]
+    sentences += further(decisive)
     if undecided:
-        named = "; ".join(f"{pair['first']} and {pair['second']}" for pair in undecided[:_NAMED])
-        more = f"; and {len(undecided) - _NAMED} further pairs" * (len(undecided) > _NAMED)
-        sentences += [f"Not decided: {named}{more}.", _detectable(found, undecided)]
+        sentences += [not_decided(undecided), _detectable(found, undecided)]
     return sentences
 
 
@@ -169,12 +171,30 @@ def _pair_cells(found: dict[str, Any], pair: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _better(found: dict[str, Any], pair: dict[str, Any]) -> str:
-    difference, p_value = pair["difference"], p_text(pair["holm"])
-    by = f"{amount(found, difference['estimate'])}{points(found)} {range_of(found, difference)}"
+def _difference(found: dict[str, Any], pair: dict[str, Any]) -> str:
+    difference = pair["difference"]
+    return f"{amount(found, difference['estimate'])}{points(found)} {range_of(found, difference)}"
+
+
+def better(found: dict[str, Any], pair: dict[str, Any], by: str) -> str:
+    """The sentence for a significant difference, of which `by` is the amount."""
+    p_value = p_text(pair["holm"])
     corrected = f" after correction for {len(found['pairs'])} comparisons" * (len(found["pairs"]) > 1)
     equals = "" if p_value.startswith("<") else "= "
     return f"{pair['first']} is better than {pair['second']} by {by}, p {equals}{p_value}{corrected}."
+
+
+def further(decisive: Sequence[dict[str, Any]]) -> list[str]:
+    """How many significant differences are not named one by one, where there are any."""
+    more = len(decisive) - NAMED
+    return [f"So are {more} further differences; the table has them."] if more > 0 else []
+
+
+def not_decided(pairs: Sequence[dict[str, Any]]) -> str:
+    """The sentence for pairs without a significant difference, where others have one."""
+    named = "; ".join(f"{pair['first']} and {pair['second']}" for pair in pairs[:NAMED])
+    more = f"; and {len(pairs) - NAMED} further pairs" * (len(pairs) > NAMED)
+    return f"Not decided: {named}{more}."
 
 
 def _single(found: dict[str, Any]) -> str:

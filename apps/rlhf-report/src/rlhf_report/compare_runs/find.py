@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_data import UserError
+from rlhf_report.options import split_name
 
 _METRICS, _CONFIG, _STATE = "metrics.jsonl", "config.json", "trainer_state.json"
 _ROWS = ("*.arrow", "*.parquet", "dataset_info.json", "dataset_dict.json")
@@ -20,16 +21,6 @@ class FoundRun:
 
     path: Path
     group: str | None
-
-
-def split_name(entry: str) -> tuple[str | None, str]:
-    """Name and path of `NAME=PATH`; the name is None if there is none."""
-    name, equals, path = entry.partition("=")
-    if not equals or Path(entry).exists():
-        return None, entry
-    if not name:
-        raise UserError(f"{entry}: the name before = is empty; expected NAME=PATH", code="invalid_option")
-    return name, path
 
 
 def are_runs(entries: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_eval.figures import Panel
 from rlhf_eval.html import breakable, figure_grid, findings_list, page, paragraphs, section, table, text
 from rlhf_report.compare.plot import interval_plot
+from rlhf_report.compare.words import title_of
 from rlhf_report.compare_runs.words import (
     Table,
     amount,
@@ -22,8 +23,7 @@ from rlhf_report.compare_runs.words import (
 def runs_page(found: dict[str, Any], said: Sequence[str], panels: Sequence[Panel]) -> str:
     """One HTML file that loads nothing from outside."""
     names = [group["name"] for group in found["groups"]]
-    title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
-    came_out = verdict(found)
+    title, came_out = title_of(names), verdict(found)
     body = f"<h1>{text(title)}</h1>\n"
     body += f"<p>{text(opening(found))} <strong>{text(came_out[0])}</strong></p>\n"
     body += paragraphs(came_out[1:])

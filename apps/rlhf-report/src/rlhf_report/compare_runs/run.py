@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder
+from rlhf_data import UserError
+from rlhf_report.compare.run import write_comparison
 from rlhf_report.compare_runs.compute import Options, compare_runs
 from rlhf_report.compare_runs.figures import run_panels
 from rlhf_report.compare_runs.find import find_runs
@@ -13,7 +14,6 @@ from rlhf_report.compare_runs.page import runs_page
 from rlhf_report.compare_runs.read import choose_kl, choose_metric, curves_of, is_loss, read_runs
 from rlhf_report.compare_runs.words import cautions, opening, text_report, verdict
 
-_JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 _OF_FILES = {"baseline": "--baseline", "slice_by": "--slice", "cluster": "--cluster", "cases": "--cases"}
 
 
@@ -48,9 +48,6 @@ def run_compare_runs(given: dict[str, Any]) -> None:
     panels = run_panels(
         [runs[i].group for i in drawn], [curves[i] for i in drawn], metric, options.kl, better
     )
-    folder = ensure_writable_folder(given["output_dir"])
-    atomic_write_json(folder / _JSON, found | {"cautions": said})
-    atomic_write_text(folder / _TEXT, text_report(found, said))
-    atomic_write_text(folder / _PAGE, runs_page(found, said, panels))
-    print("\n".join([opening(found), *verdict(found), *said]))
-    print(f"The page: {folder / _PAGE}; the numbers: {_JSON}; the tables: {_TEXT}")
+    numbers, page = found | {"cautions": said}, runs_page(found, said, panels)
+    sentences = [opening(found), *verdict(found), *said]
+    write_comparison(given["output_dir"], numbers, text_report(found, said), page, sentences)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_eval.run_comparison import FRACTION, HOLD, WINDOW
-from rlhf_report.compare.words import columns, listed, no_ranking, p_text
+from rlhf_report.compare.words import NAMED, better, columns, further, listed, no_ranking, not_decided, p_text
 from rlhf_report.compare_runs.read import Run, is_loss
 
 Table = tuple[str, list[tuple[str, str, list[str]]]]
@@ -18,7 +18,6 @@ _NO_ORDER = (
     "Losses of different methods are different quantities: no ranking follows from them. Name a metric that "
     "all runs log with --metric, or compare what the models write with rlhf-report evaluate."
 )
-_NAMED = 4
 _MODEL_AND_DATA = ("method", "model_name_or_path", "train_data", "eval_data", "reward")
 _FEW = 5
 
@@ -270,28 +269,20 @@ def _pairs_said(found: dict[str, Any]) -> list[str]:
     alike = [pair for pair in pairs if pair["difference"]["low"] is None]
     judged = [pair for pair in pairs if pair not in alike]
     decisive = [pair for pair in judged if pair["holm"] < alpha]
-    said = [_better(found, pair) for pair in decisive[:_NAMED]]
-    if len(decisive) > _NAMED:
-        said.append(f"So are {len(decisive) - _NAMED} further differences; the table has them.")
+    said = [
+        better(found, pair, f"{amount(pair['difference']['estimate'])} {_range(pair['difference'])}")
+        for pair in decisive[:NAMED]
+    ]
+    said += further(decisive)
     if judged and not decisive:
         said.append(no_ranking(judged))
     elif len(decisive) < len(judged):
-        open_ = [f"{pair['first']} and {pair['second']}" for pair in judged if pair not in decisive]
-        more = f"; and {len(open_) - _NAMED} further pairs" * (len(open_) > _NAMED)
-        said.append(f"Not decided: {'; '.join(open_[:_NAMED])}{more}.")
-    for pair in alike[:_NAMED]:
+        said.append(not_decided([pair for pair in judged if pair not in decisive]))
+    for pair in alike[:NAMED]:
         by = amount(pair["difference"]["estimate"])
         names = f"{pair['first']} and {pair['second']}"
         said.append(f"{names} differ by {by}, and the seeds of each not at all: no spread to judge it by.")
     return said
-
-
-def _better(found: dict[str, Any], pair: dict[str, Any]) -> str:
-    difference, p_value = pair["difference"], p_text(pair["holm"])
-    equals = "" if p_value.startswith("<") else "= "
-    corrected = f" after correction for {len(found['pairs'])} comparisons" * (len(found["pairs"]) > 1)
-    by = f"{amount(difference['estimate'])} {_range(difference)}"
-    return f"{pair['first']} is better than {pair['second']} by {by}, p {equals}{p_value}{corrected}."
 
 
 def _order(found: dict[str, Any]) -> str:
@@ -317,8 +308,8 @@ def _differing(runs: Sequence[Run]) -> list[str]:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return f"{', '.join(names[:_NAMED])}{f' and {more} more' if more > 0 else ''}"
+    more = len(names) - NAMED
+    return f"{', '.join(names[:NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _range(interval: dict[str, Any]) -> str:

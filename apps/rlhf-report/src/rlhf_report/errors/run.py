@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -42,7 +41,7 @@ from rlhf_eval.scoring import Scorer, as_text, load_scorer
 from rlhf_report.compare.words import columns
 from rlhf_report.errors.candidates import score_candidates
 from rlhf_report.errors.rows import ReadRows, completions_of, read
-from rlhf_report.options import progress
+from rlhf_report.options import new_run, progress
 
 _CHANGED_ROWS = 200
 """Pairs whose completions are changed, each in every way; more would only narrow the interval."""
@@ -65,13 +64,8 @@ def report_errors(options: Mapping[str, Any]) -> str:
     rewards = _Rewards(
         *(load_scorer(options[name]) if options[name] else None for name in ("reward", *_OTHERS))
     )
-    run = RunFolder.create(options["output_dir"], job="errors", resumable=False)
-    try:
+    with new_run(options["output_dir"], "errors") as run:
         return _write_report(options, run, rewards, rows, curve_rows)
-    except UserError:
-        with suppress(OSError):
-            run.path.rmdir()  # nothing is in it yet
-        raise
 
 
 _OTHERS = ("baseline_model", "held_out_reward")

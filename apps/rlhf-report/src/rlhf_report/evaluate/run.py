@@ -63,13 +63,13 @@ def run_evaluate(given: dict[str, Any]) -> str:
     sources = [parse_source(each) for each in given["models"]]
     reference = parse_source(given["reference"]) if given["reference"] else None
     _check_options(given, reference)
-    servers = check_engines(given, [*sources, *([reference] if reference else [])])
-    check_sources(sources, reference)
+    every = [*([reference] if reference else []), *sources]
+    servers = check_engines(given, every)
+    check_sources(every)
     prompts = load_prompts(given["prompts"], given["num_prompts"], on_bad_row=given["on_bad_row"])
     (pairs, skipped), (labels, _) = (
         _pairs(given[key], given["on_bad_row"]) for key in ("pairs", "judge_labels")
     )
-    every = [*([reference] if reference else []), *sources]
     with_kl = given["kl"] and reference is not None and not reference.is_file
     skip = given["on_bad_row"] == "skip"
     kept = fitting(every, prompts, given["max_new_tokens"], one_tokenizer=with_kl, skip=skip)
@@ -93,8 +93,8 @@ def run_evaluate(given: dict[str, Any]) -> str:
 def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer | None], list[PairJudge]]:
     """The rewards by the name of `RLHFEvaluator`'s argument, and the judges, tried once."""
     rewards = {
-        "reward_model": load_scorer(given["reward_model"]) if given["reward_model"] else None,
-        "held_out_reward": load_scorer(given["held_out_reward"]) if given["held_out_reward"] else None,
+        name: load_scorer(given[name]) if given[name] else None
+        for name in ("reward_model", "held_out_reward")
     }
     judges = [load_judge(line, cache_folder=run.path / "judge-cache") for line in given["judges"]]
     for judge in judges:
@@ -178,9 +178,13 @@ class _Evaluation:
         self._write_completions(evaluators)
         atomic_write_json(folder / "results.json", finite(results))
         atomic_write_text(folder / "evaluation.txt", evaluation_text(results, findings) + "\n")
-        cases = self._cases(
-            evaluators, self.prompts, _spread(scores, len(self.prompts), self.config.num_samples)
-        )
+        cases = [
+            {
+                "prompt": as_text(self.prompts[i].prompt),
+                "answers": [_answer(evaluator, i) for evaluator in evaluators],
+            }
+            for i in _spread(scores, len(self.prompts), self.config.num_samples)
+        ]
         atomic_write_text(folder / "evaluation.html", evaluation_page(results, findings, scores, cases))
         if can_draw():
             draw_figures(results, scores, folder)
@@ -191,11 +195,7 @@ class _Evaluation:
             self.given["kl"] and not source.is_file and (reference is None or reference.policy is not None)
         )
         policy = None if source.is_file else load_policy(source.path, self.given["dtype"])
-        options: dict[str, Any] = {
-            "reward_model": self.rewards["reward_model"],
-            "held_out_reward": self.rewards["held_out_reward"],
-            "config": self.config,
-        }
+        options: dict[str, Any] = {**self.rewards, "config": self.config}
         place = Place(source.name, self.run.path / "state" / source.name.replace("/", "_"), progress)
         evaluator = RLHFEvaluator(
             policy, reference if with_kl else None, prompts=self.prompts, place=place, **options
@@ -273,17 +273,6 @@ class _Evaluation:
             "notes": self._notes(),
         }
 
-    def _cases(
-        self, evaluators: Sequence[RLHFEvaluator], prompts: Sequence[PromptRecord], shown: Sequence[int]
-    ) -> list[dict[str, Any]]:
-        return [
-            {
-                "prompt": as_text(prompts[i].prompt),
-                "answers": [_answer(evaluator, i) for evaluator in evaluators],
-            }
-            for i in shown
-        ]
-
     def _write_completions(self, evaluators: Sequence[RLHFEvaluator]) -> None:
         """All models' in one file, and each model's in a separate file, for `compare` and `samples`."""
         every = []
@@ -335,11 +324,10 @@ def _rows(evaluator: RLHFEvaluator) -> Iterator[dict[str, Any]]:
 
 def _spread(scores: Mapping[str, np.ndarray], prompts: int, samples: int) -> list[int]:
     """Prompts to show: over the quantiles of the last model's reward, so that failures are among them."""
-    count = min(_CASES, prompts)
-    if not scores:
-        return [int(i) for i in np.linspace(0, prompts - 1, count)]
-    order = np.argsort(list(scores.values())[-1][::samples], kind="stable")
-    return [int(order[int(i)]) for i in np.linspace(0, prompts - 1, count)]
+    order = np.arange(prompts)
+    if scores:
+        order = np.argsort(list(scores.values())[-1][::samples], kind="stable")
+    return [int(order[int(i)]) for i in np.linspace(0, prompts - 1, min(_CASES, prompts))]
 
 
 def _check_options(given: Mapping[str, Any], reference: Source | None) -> None:

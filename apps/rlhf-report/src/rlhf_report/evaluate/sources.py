@@ -11,7 +11,7 @@ from rlhf_eval.answers import encodable, read_answers
 from rlhf_eval.evaluation import Written
 from rlhf_eval.scoring import as_text
 from rlhf_report.compare.table import key_of
-from rlhf_report.options import check_policy
+from rlhf_report.options import check_policy, split_name
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,21 @@ class Source:
 
 def parse_source(given: str) -> Source:
     """A source from `[NAME=]PATH`."""
-    name, equals, rest = given.partition("=")
-    named = bool(equals) and not Path(given).exists()
-    if named and not (name and rest):
-        raise UserError(f"--model {given}: expected NAME=PATH", code="invalid_option")
-    path = rest if named else given
+    name, path = split_name(given)
     if Path(path).is_file():
-        return Source(name if named else Path(path).name.split(".")[0], path, is_file=True)
-    return Source(name if named else Path(path).name or path, model_folder(path), is_file=False)
+        return Source(name or Path(path).name.split(".")[0], path, is_file=True)
+    return Source(name or Path(path).name or path, model_folder(path), is_file=False)
 
 
-def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
+def check_sources(sources: Sequence[Source]) -> None:
     """Refuse what cannot be evaluated, before anything is loaded."""
-    every = [*sources, *([reference] if reference else [])]
-    for source in every:
-        if [each.name for each in every].count(source.name) > 1:
+    for source in sources:
+        if [each.name for each in sources].count(source.name) > 1:
             raise UserError(
                 f"two models are called {source.name}; tell them apart with NAME=PATH", code="repeated_name"
             )
-        if source.is_file:
-            continue
-        check_policy(source.path)
+        if not source.is_file:
+            check_policy(source.path)
 
 
 def fitting(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import bad_row_option, explained
+from rlhf_report.options import bad_row_option, explained, report_dir_option
 
 
 @click.command("explore")
@@ -36,9 +36,7 @@ from rlhf_report.options import bad_row_option, explained
     "--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of splits and samples."
 )
 @bad_row_option("What to do with a row that is not a pair.")
-@click.option(
-    "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/exploration-<time>]"
-)
+@report_dir_option("exploration")
 @click.option("--json", "as_json", is_flag=True, help="Print exploration.json instead of text.")
 @explained
 def command(**options: Any) -> None:

@@ -6,7 +6,19 @@ from typing import Any
 
 import click
 
-from rlhf_report.options import explained
+from rlhf_report.options import bad_row_option, explained
+
+
+def _number(name: str, meaning: str) -> Any:
+    return click.option(name, type=int, metavar="N", help=meaning)
+
+
+def _share(name: str, meaning: str) -> Any:
+    return click.option(name, type=float, metavar="X", help=meaning)
+
+
+def _choice(name: str, values: str, meaning: str) -> Any:
+    return click.option(name, type=click.Choice(values.split(", ")), help=meaning)
 
 
 @click.command("prepare")
@@ -17,10 +29,10 @@ from rlhf_report.options import explained
 @click.option("--overwrite", is_flag=True, help="Replace the folder of an earlier prepare.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and write nothing.")
 @click.option("--config", metavar="FILE", help="YAML or JSON file of the settings below, such as ties: keep.")
-@click.option(
-    "--kind", type=click.Choice(["preference", "sft", "kto", "prompt"]),
-    help="Kind of rows.  [default: inferred from the first row's columns]",
-)  # fmt: skip
+@_choice(
+    *("--kind", "preference, sft, kto, prompt"),
+    "Kind of rows.  [default: inferred from the first row's columns]",
+)
 @click.option(
     "--columns", multiple=True, metavar="NAME=COLUMN", help="Column under another name in the files."
 )
@@ -32,76 +44,37 @@ from rlhf_report.options import explained
     "--against", multiple=True, metavar="FILE",
     help="Evaluation file whose texts must not occur in the rows; repeatable.",
 )  # fmt: skip
-@click.option(
-    "--contamination-words",
-    type=int,
-    metavar="N",
-    help="Shared consecutive words that count as contamination.  [13]",
+@_number("--contamination-words", "Shared consecutive words that count as contamination.  [13]")
+@_choice("--ties", "drop, keep, margin0", "What to do with nearly equal completions.  [drop]")
+@_share("--tie-similarity", "Similarity from which completions are a tie.  [0.95]")
+@_number("--min-words", "Minimum words of a completion.  [1]")
+@_number("--min-tokens", "Minimum tokens of a completion.  [1]")
+@_choice("--duplicate-rows", "none, exact, near", "Duplicate rows to remove.  [exact]")
+@_choice("--duplicate-prompts", "none, exact, near", "Duplicate prompts to remove.  [none]")
+@_choice(
+    *("--contradictions", "drop, majority, keep"),
+    "Same texts, opposite labels: drop all, or keep the majority.  [drop]",
 )
-@click.option(
-    "--ties",
-    type=click.Choice(["drop", "keep", "margin0"]),
-    help="What to do with nearly equal completions.  [drop]",
-)
-@click.option(
-    "--tie-similarity", type=float, metavar="X", help="Similarity from which completions are a tie.  [0.95]"
-)
-@click.option("--min-words", type=int, metavar="N", help="Minimum words of a completion.  [1]")
-@click.option("--min-tokens", type=int, metavar="N", help="Minimum tokens of a completion.  [1]")
-@click.option(
-    "--duplicate-rows",
-    type=click.Choice(["none", "exact", "near"]),
-    help="Duplicate rows to remove.  [exact]",
-)
-@click.option(
-    "--duplicate-prompts",
-    type=click.Choice(["none", "exact", "near"]),
-    help="Duplicate prompts to remove.  [none]",
-)
-@click.option(
-    "--contradictions", type=click.Choice(["drop", "majority", "keep"]),
-    help="Same texts, opposite labels: drop all, or keep the majority.  [drop]",
-)  # fmt: skip
-@click.option(
-    "--max-length", type=int, metavar="N", help="Maximum length of a row in tokens or words.  [no limit]"
-)
-@click.option(
-    "--truncation", type=click.Choice(["left", "middle", "drop", "right"]),
-    help="How longer rows are shortened: by whole turns from the start or the middle of prompts; "
+@_number("--max-length", "Maximum length of a row in tokens or words.  [no limit]")
+@_choice(
+    *("--truncation", "left, middle, drop, right"),
+    "How longer rows are shortened: by whole turns from the start or the middle of prompts; "
     "completions stay whole.  [left]",
-)  # fmt: skip
-@click.option("--eval-fraction", type=float, metavar="X", help="Share of rows to hold out.  [0.1]")
-@click.option(
-    "--stratify-by", type=click.Choice(["length", "source", "both", "none"]),
-    help="Property with the same distribution in held-out rows as in all.  [length]",
-)  # fmt: skip
-@click.option("--strata", type=int, metavar="N", help="Number of quantile bins of length.  [10]")
-@click.option(
-    "--group-prompts",
-    type=click.Choice(["exact", "near"]),
-    help="Which prompts stay on one side of the split together.  [exact]",
 )
-@click.option(
-    "--margins",
-    type=click.Choice(["keep", "ratings", "similarity"]),
-    help="What to do with margins of pairs.  [keep]",
+@_share("--eval-fraction", "Share of rows to hold out.  [0.1]")
+@_choice(
+    *("--stratify-by", "length, source, both, none"),
+    "Property with the same distribution in held-out rows as in all.  [length]",
 )
-@click.option(
-    "--convert", type=click.Choice(["none", "messages"]), help="Convert transcripts to messages.  [none]"
-)
-@click.option(
-    "--near-threshold",
-    type=float,
-    metavar="X",
-    help="Jaccard index from which rows are near duplicates.  [0.8]",
-)
-@click.option("--near-unit", type=click.Choice(["words", "characters"]), help="Unit of shingles.  [words]")
-@click.option("--near-size", type=int, metavar="N", help="Words or characters per shingle.  [5]")
-@click.option("--seed", type=int, metavar="N", help="Seed of the held-out split.  [42]")
-@click.option(
-    "--on-bad-row", type=click.Choice(["error", "skip"]), default="error", show_default=True,
-    help="What to do with a row that cannot be read.",
-)  # fmt: skip
+@_number("--strata", "Number of quantile bins of length.  [10]")
+@_choice("--group-prompts", "exact, near", "Which prompts stay on one side of the split together.  [exact]")
+@_choice("--margins", "keep, ratings, similarity", "What to do with margins of pairs.  [keep]")
+@_choice("--convert", "none, messages", "Convert transcripts to messages.  [none]")
+@_share("--near-threshold", "Jaccard index from which rows are near duplicates.  [0.8]")
+@_choice("--near-unit", "words, characters", "Unit of shingles.  [words]")
+@_number("--near-size", "Words or characters per shingle.  [5]")
+@_number("--seed", "Seed of the held-out split.  [42]")
+@bad_row_option("What to do with a row that cannot be read.")
 @explained
 def command(**options: Any) -> None:
     """Prepare training data: clean rows, shorten long ones, and hold some out.
