@@ -3,12 +3,16 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 
 def test_every_exported_name_resolves():
     package: Any = importlib.import_module("rlhf_data")
-    for name in package.__all__:
-        module = importlib.import_module(f"rlhf_data{package._MODULE_OF[name]}")
-        assert getattr(package, name) is getattr(module, name)
+    assert "load_records" in package.__all__
+    assert dir(package) == package.__all__
+    assert all(hasattr(package, name) for name in package.__all__)
+    with pytest.raises(AttributeError, match="module 'rlhf_data' has no attribute 'absent'"):
+        _ = package.absent
 
 
 def test_import_loads_no_heavy_library():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_data import UserError, explain_full_disk
+from rlhf_eval.html import svg_figure, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +36,7 @@ __all__ = [
     "can_draw",
     "columns_of",
     "draw_line",
+    "figure_grid",
     "finite",
     "make_panel",
     "new_figure",
@@ -137,6 +139,15 @@ def make_panel(
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return Panel(title, caption, _for_light_and_dark(buffer.getvalue().decode("utf-8")))
+
+
+def figure_grid(panels: Sequence[Panel], *, titled: bool = True, small: bool = False) -> str:
+    """HTML of panels beside one another, as many as fit, with their titles over them; empty without any."""
+    cells = "".join(
+        f"<div>{f'<h3>{text(each.title)}</h3>' * titled}{svg_figure(each.svg, each.caption)}</div>"
+        for each in panels
+    )
+    return f'<div class="grid{" small" * small}">{cells}</div>\n' if panels else ""
 
 
 def _for_light_and_dark(svg: str) -> str:

@@ -13,14 +13,10 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlhf_eval.figures import Panel
+from typing import Any
 
 __all__ = [
     "breakable",
-    "figure_grid",
     "findings_list",
     "number",
     "page",
@@ -208,15 +204,6 @@ def svg_figure(svg: str, caption: str) -> str:
         f'<figure><img alt="{text(caption)}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{text(caption)}</figcaption></figure>"
     )
-
-
-def figure_grid(panels: Sequence[Panel], *, titled: bool = True, small: bool = False) -> str:
-    """Return figures beside one another, as many as fit, with their titles over them; empty without any."""
-    cells = "".join(
-        f"<div>{f'<h3>{text(each.title)}</h3>' * titled}{svg_figure(each.svg, each.caption)}</div>"
-        for each in panels
-    )
-    return f'<div class="grid{" small" * small}">{cells}</div>\n' if panels else ""
 
 
 def findings_list(items_html: Iterable[str]) -> str:

@@ -1,30 +1,10 @@
 """Policy, reward, judge and value models, LoRA adapters, packed attention and log-probs."""
 
-from __future__ import annotations
-
-import importlib
 import logging
-import re
-from pathlib import Path
-from typing import Any
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULE_OF = {
-    name: module for module, name in re.findall(r"^from rlhf_models(\S*) import (\w+)", _STUB, re.M)
-}
-"""Where each public name is defined; `__init__.pyi` lists them, for type checkers too."""
+from rlhf_data.lazy import lazy_names
 
-__all__ = sorted(_MODULE_OF)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
 
 # At every import bitsandbytes warns of a missing optional kernel, which serves a path not taken here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(__name__ + _MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_eval.figures import Panel
-from rlhf_eval.html import breakable, figure_grid, findings_list, page, paragraphs, section, table, text
+from rlhf_eval.figures import Panel, figure_grid
+from rlhf_eval.html import breakable, findings_list, page, paragraphs, section, table, text
 from rlhf_report.compare.plot import interval_plot
 from rlhf_report.compare.words import title_of
 from rlhf_report.compare_runs.words import (

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_eval.audit.gap import MARGIN, Gap
 from rlhf_eval.audit.hints import Hint
-from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, add_legend, can_draw, make_panel, step_axis
-from rlhf_eval.html import (
+from rlhf_eval.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Panel,
+    add_legend,
+    can_draw,
     figure_grid,
-    findings_list,
-    number,
-    page,
-    paragraphs,
-    section,
-    table,
-    text,
-    verbatim,
+    make_panel,
+    step_axis,
 )
+from rlhf_eval.html import findings_list, number, page, paragraphs, section, table, text, verbatim
 from rlhf_eval.stats import Interval
 
 if TYPE_CHECKING:

@@ -16,22 +16,13 @@ from rlhf_eval.figures import (
     ORANGE,
     PURPLE,
     can_draw,
+    figure_grid,
     make_panel,
     new_figure,
     save_png,
     styled,
 )
-from rlhf_eval.html import (
-    figure_grid,
-    findings_list,
-    number,
-    page,
-    paragraphs,
-    section,
-    table,
-    text,
-    verbatim,
-)
+from rlhf_eval.html import findings_list, number, page, paragraphs, section, table, text, verbatim
 
 _COLORS = (GREY, BLUE, ORANGE, GREEN, PURPLE)
 _DRAWN = 5

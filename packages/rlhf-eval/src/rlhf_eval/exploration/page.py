@@ -10,18 +10,8 @@ from rlhf_eval.exploration.figures import FIGURES, panels, subset_figure
 from rlhf_eval.exploration.hygiene import ROW_RULES
 from rlhf_eval.exploration.sentences import Sentence, percent
 from rlhf_eval.exploration.subsets import subsets_section
-from rlhf_eval.figures import can_draw
-from rlhf_eval.html import (
-    figure_grid,
-    findings_list,
-    number,
-    page,
-    section,
-    svg_figure,
-    table,
-    text,
-    verbatim,
-)
+from rlhf_eval.figures import can_draw, figure_grid
+from rlhf_eval.html import findings_list, number, page, section, svg_figure, table, text, verbatim
 
 _SHOWN_PHRASES = 25
 _MOST_TEXT = 4000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_eval.curves import metric_panel
-from rlhf_eval.figures import can_draw, pairs
-from rlhf_eval.html import breakable, figure_grid, findings_list, number, page, section, table, text
+from rlhf_eval.figures import can_draw, figure_grid, pairs
+from rlhf_eval.html import breakable, findings_list, number, page, section, table, text
 from rlhf_eval.monitor.logs import RunLog
 from rlhf_eval.monitor.summary import Summary, shown_keys, sparkline
 

@@ -9,8 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_eval.figures import BLUE, GREY, ORANGE, can_draw, make_panel, new_figure, save_png, styled
-from rlhf_eval.html import figure_grid, findings_list, number, page, section, table, text, verbatim
+from rlhf_eval.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    can_draw,
+    figure_grid,
+    make_panel,
+    new_figure,
+    save_png,
+    styled,
+)
+from rlhf_eval.html import findings_list, number, page, section, table, text, verbatim
 from rlhf_eval.reward_errors.candidates import TIES
 from rlhf_eval.reward_errors.findings import ErrorFinding
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs

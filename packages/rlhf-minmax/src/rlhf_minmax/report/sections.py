@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_eval.figures import Panel, Rows
-from rlhf_eval.html import breakable, figure_grid, number, table, text
+from rlhf_eval.figures import Panel, Rows, figure_grid
+from rlhf_eval.html import breakable, number, table, text
 from rlhf_minmax.report.outcome import (
     calibration_panel,
     cross_play_panel,
