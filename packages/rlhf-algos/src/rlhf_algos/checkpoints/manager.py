@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from rlhf_algos.checkpoints.optimizer_state import save_rng_state as save_rng_st
 from rlhf_algos.process_group import barrier, broadcast, is_main_process
 from rlhf_algos.tracking.early_stopping import is_greater_better
 from rlhf_data import (
+    RunFolder,
     UserError,
     atomic_folder,
     atomic_write_json,
@@ -39,30 +40,6 @@ STATE_FILE = "trainer_state.json"
 """A checkpoint folder that has it was once complete."""
 
 
-class CheckpointFolders(Protocol):
-    """What is needed of a run folder; `rlhf_data.RunFolder` has it."""
-
-    def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
-        ...
-
-    def checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and folder of every complete checkpoint, by step."""
-        ...
-
-    def latest_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint."""
-        ...
-
-    def prune_checkpoints(self, keep: int, *, best: int | None = None, pinned: int | None = None) -> Any:
-        """Remove all but the newest `keep` and those of the steps `best` and `pinned`."""
-        ...
-
-    def drop_checkpoints_after(self, step: int, *, but: int | None = None) -> Any:
-        """Remove those of later steps, but not that of step `but`."""
-        ...
-
-
 class CheckpointManager:
     """Rolling checkpoints of a run folder, the best one among them kept.
 
@@ -75,7 +52,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        run: CheckpointFolders,
+        run: RunFolder,
         *,
         keep: int | None = None,
         metric: str | None = None,

@@ -30,7 +30,7 @@ from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder, write_checksums
-from rlhf_models import compile_model, is_deferred, recompute_layers
+from rlhf_models import compile_model, evaluating, is_deferred, recompute_layers
 from rlhf_models.loading.saving import outlines
 
 _LOG = logging.getLogger(__name__)
@@ -256,15 +256,13 @@ class BaseTrainer(TrainingMethod[Example]):
         if not len(self.eval_examples):
             raise ValueError("there is nothing to evaluate on: the trainer was made without eval_examples")
         self.prepare()
-        was_training = self.scorer.training
-        self.scorer.eval()
         outputs, total = [], 0
-        order, size = range(len(self.eval_examples)), self.global_batch_size
-        for step in step_examples.steps_of(self.eval_examples, order, order[::size], self.parallel):
-            share = self._share(step)
-            outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
-            total += share.total
-        self.scorer.train(was_training)
+        order, size, device = range(len(self.eval_examples)), self.global_batch_size, self.device
+        with evaluating(self.scorer):
+            for step in step_examples.steps_of(self.eval_examples, order, order[::size], self.parallel):
+                share = self._share(step)
+                outputs += [(self.loss(batch.to(device), rows), real) for batch, rows, real in share.batches]
+                total += share.total
         return {f"eval_{name}": value for name, value in reduced(outputs, total, self.parallel).items()}
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
@@ -371,7 +369,8 @@ class BaseTrainer(TrainingMethod[Example]):
 
     def _update(self, share: Share, *, observe: bool = True) -> tuple[dict[str, float], bool]:
         extra: Any = {"observers": self.observers if observe else None, "held": self.consolidation}
-        check, step = partial(check_finite, self), self.step + 1
+        step = self.step + 1
+        check = partial(check_finite, self.trained, step, self.rows, self.checkpoints)
         return optimizer_step(self.trained, share, self.loss, step=step, check=check, **extra)
 
     @property

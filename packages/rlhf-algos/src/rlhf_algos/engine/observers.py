@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rlhf_algos.engine.training_method import TrainingMethod
 from rlhf_algos.tracking.debug import ActivationHistograms, GradientFlow, Sampler
 from rlhf_data import RunFolder, TokenSequence, UserError
 
@@ -93,7 +94,7 @@ def sampler_of(
     return sampler
 
 
-def observers_of(trainer: Any, run: RunFolder | None) -> Observers:
+def observers_of(trainer: TrainingMethod[Any], run: RunFolder | None) -> Observers:
     """The observers that a trainer's settings ask for.
 
     `run` is None on all processes but the first.

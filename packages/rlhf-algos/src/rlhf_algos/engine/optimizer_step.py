@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
 from rlhf_algos.engine.observers import Observers
 from rlhf_algos.engine.trained_module import TrainedModule
@@ -108,18 +109,24 @@ def optimizer_step(
     return metrics, taken
 
 
-def check_finite(trainer: Any, metrics: Mapping[str, float]) -> None:
+def check_finite(
+    trained: TrainedModule,
+    step: int,
+    rows: Sequence[int],
+    checkpoints: CheckpointManager | None,
+    metrics: Mapping[str, float],
+) -> None:
     """Refuse a loss or a gradient that is not finite, naming the rows of the step."""
-    skipping = trainer.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
+    skipping = trained.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
     names = ("loss",) if skipping else ("loss", "grad_norm")
     if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
         return
     said = nonfinite_message(
         dict(metrics),
-        step=trainer.step + 1,
-        rows=trainer.rows,
-        checkpoint=trainer.checkpoints.latest() if trainer.checkpoints else None,
-        learning_rate=trainer.optimizer.param_groups[0]["lr"],
+        step=step,
+        rows=rows,
+        checkpoint=checkpoints.latest() if checkpoints else None,
+        learning_rate=trained.optimizer.param_groups[0]["lr"],
     )
     raise UserError(said, code="non_finite_loss")
 

@@ -12,6 +12,7 @@ from torch import nn
 from rlhf_algos.checkpoints.manager import load_weights, save_pretrained
 from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.engine.loss_output import LossOutput
+from rlhf_algos.parallel.parallel import Parallel
 from rlhf_data import PackedBatch, TokenSequence, micro_batches
 
 Example = TypeVar("Example")
@@ -21,8 +22,12 @@ class TrainingMethod(ABC, Generic[Example]):
     """What distinguishes a method from the others; `BaseTrainer` is the loop that they share."""
 
     model: Any
+    scorer: nn.Module
     tokenizer: Any
     config: TrainerConfig
+    parallel: Parallel
+    examples: Sequence[Example]
+    eval_examples: Sequence[Example]
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """Metrics in the progress line."""
     samples_rollouts: ClassVar[bool] = False

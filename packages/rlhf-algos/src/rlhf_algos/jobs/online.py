@@ -15,6 +15,7 @@ from rlhf_algos.configs.online import PPOConfig
 from rlhf_algos.distributed.config import require_ray, samplers, told_to
 from rlhf_algos.jobs.config import AdapterConfig, JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
+from rlhf_algos.online.base import OnlineTrainer
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
 from rlhf_algos.online.step_engine import sampling_params
@@ -160,7 +161,7 @@ def _value_model(config: PPOConfig, model: Any, tokenizer: Any) -> ValueModel | 
     return value_model
 
 
-def tell_findings(trainer: Any, run: RunFolder) -> None:
+def tell_findings(trainer: OnlineTrainer, run: RunFolder) -> None:
     """Sample the first prompts, say what would make the run a dead one, and keep it as `preflight.json`."""
     findings = check_first_rollout(trainer)
     if not trainer.parallel.is_main:

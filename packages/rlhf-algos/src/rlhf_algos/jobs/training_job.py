@@ -13,6 +13,7 @@ from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.online import PPOConfig
 from rlhf_algos.configs.trainer import ConsolidationConfig
 from rlhf_algos.distributed.config import check_started
+from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
@@ -22,6 +23,7 @@ from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
+from rlhf_algos.online.base import OnlineTrainer
 from rlhf_algos.parallel.same_files import check_same_on_all
 from rlhf_algos.process_group import broadcast, world_size
 from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
@@ -102,17 +104,16 @@ class TrainingJob(Job):
             before = self._before(trainer)
             clock.lap("evaluation")
             looked = broadcast((self.run.path / PREFLIGHT).exists())
-            if self.method.online and not looked:
+            if isinstance(trainer, OnlineTrainer) and not looked:
                 tell_findings(trainer, self.run)
                 clock.lap("preflight")
-            samples = isinstance(trainer, LanguageModelTrainer)
-            if samples:
+            if isinstance(trainer, LanguageModelTrainer):
                 sample_stage(trainer, "start")
             last = trainer.train()
             left_out = tell_left_out(trainer.examples)
             clock.lap("training")
             after = self._after(trainer, last)
-            if samples:
+            if isinstance(trainer, LanguageModelTrainer):
                 sample_stage(trainer, "end")
             _LOG.info("saving the model to %s in %s", self.run.path / "final", _dtype_name(trainer.model))
             trainer.save_model(self.run.path / "final")
@@ -125,7 +126,7 @@ class TrainingJob(Job):
             results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)
         return results
 
-    def prepare(self) -> tuple[Any, Rows]:
+    def prepare(self) -> tuple[BaseTrainer[Any], Rows]:
         """Read the data, load the model, make the trainer; the settings are written when all of it fits.
 
         Raises:
@@ -144,7 +145,7 @@ class TrainingJob(Job):
         generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
         max_length = longest_sequence(model.config, config.max_length, generates=generates)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-        trainer: Any = method.trainer_class(
+        trainer = method.trainer_class(
             model,
             config,
             train,
@@ -191,7 +192,7 @@ class TrainingJob(Job):
             atomic_write_json(self.run.path / _EVALUATION, finite(results))
         return results
 
-    def _before(self, trainer: Any) -> dict[str, float] | None:
+    def _before(self, trainer: BaseTrainer[Any]) -> dict[str, float] | None:
         """Held-out metrics of the start model; of a resumed run those that were measured then."""
         path = self.run.path / _BEFORE
         if not len(trainer.eval_examples):
@@ -205,7 +206,7 @@ class TrainingJob(Job):
             atomic_write_json(path, finite(before))
         return before
 
-    def _after(self, trainer: Any, last: dict[str, float]) -> dict[str, float] | None:
+    def _after(self, trainer: BaseTrainer[Any], last: dict[str, float]) -> dict[str, float] | None:
         """Held-out metrics of the trained model: those of the last step, unless other weights were taken."""
         if not len(trainer.eval_examples):
             return None
@@ -215,14 +216,14 @@ class TrainingJob(Job):
         _LOG.info("evaluating the trained model on %s held-out rows", f"{len(trainer.eval_examples):,}")
         return trainer.evaluate()
 
-    def _say_where(self, trainer: Any, found: bool) -> None:
+    def _say_where(self, trainer: BaseTrainer[Any], found: bool) -> None:
         if found:
             _LOG.info("resumed from step %d of %d", trainer.step, trainer.total_steps)
         else:
             _LOG.info("there is no checkpoint in %s yet; starting at the first step", self.run.path)
 
 
-def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
+def describe_rows(rows: Rows, trainer: BaseTrainer[Any]) -> dict[str, Any]:
     """What results say of the data."""
     return {
         "source": rows.source,
@@ -292,7 +293,9 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
         )
 
 
-def _hold_weights(trainer: Any, config: JobConfig, tokenizer: Any, max_length: int | None) -> None:
+def _hold_weights(
+    trainer: BaseTrainer[Any], config: JobConfig, tokenizer: Any, max_length: int | None
+) -> None:
     """Give a trainer, at its start, the penalty that its settings ask for."""
     if not (isinstance(config, ConsolidationConfig) and config.ewc_strength):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -12,7 +12,6 @@ from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import binary_cross_entropy, label_calibration
 from rlhf_algos.offline.calibrated import CalibratedTrainer
 from rlhf_data import KTOExample, PackedBatch, TokenSequence
-from rlhf_models import disable_dropout
 
 
 class LabelledSequence(NamedTuple):
@@ -45,17 +44,6 @@ class JudgeTrainer(CalibratedTrainer[Labelled]):
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     config: JudgeConfig
-
-    def __init__(
-        self,
-        model: Any,
-        config: JudgeConfig,
-        examples: Sequence[Labelled],
-        **options: Any,
-    ) -> None:
-        if config.disable_dropout:
-            disable_dropout(model)
-        super().__init__(model, config, examples, **options)
 
     def sequences(self, example: Labelled) -> Sequence[TokenSequence]:
         """The example's sequence."""

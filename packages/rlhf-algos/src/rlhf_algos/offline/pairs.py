@@ -100,7 +100,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     def __init__(
         self, model: Any, config: LanguageModelConfig, examples: Sequence[PreferencePair], **options: Any
     ) -> None:
-        self._tokens_per_pair, self._evaluating = 1.0, False
+        self._tokens_per_pair = 1.0
         super().__init__(model, config, examples, **options)
 
     @property
@@ -124,7 +124,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
 
     def before_step(self, examples: Sequence[PreferencePair]) -> None:
         """Count the tokens of the whole step by which the likelihood term is divided."""
-        if self.nll_weight and not self._evaluating:
+        if self.nll_weight and self.scorer.training:
             self._tokens_per_pair = self._mean_tokens(examples)
 
     def evaluate(self) -> dict[str, float]:
@@ -134,11 +134,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
             self._tokens_per_pair = self._mean_tokens(
                 self.eval_examples[parallel.rank :: parallel.world_size]
             )
-        self._evaluating = True
-        try:
-            return super().evaluate()
-        finally:
-            self._evaluating = False
+        return super().evaluate()
 
     def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
         """The loss of the pairs with the weighted likelihood of what was chosen, and TRL's metrics."""

@@ -47,7 +47,7 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
     ) -> None:
         if config.disable_dropout:
             disable_dropout(model)
-        self._weights, self._evaluating = (0.0, 0.0), False
+        self._weights = 0.0, 0.0
         super().__init__(model, config, examples, **options)
 
     def sequences(self, example: StepExample | StepPair) -> Sequence[TokenSequence]:
@@ -60,17 +60,13 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
 
     def before_step(self, examples: Sequence[StepExample | StepPair]) -> None:
         """Count steps and pairs of the whole step, by which their losses are divided."""
-        if not self._evaluating:
+        if self.scorer.training:
             self._count(examples)
 
     def evaluate(self) -> dict[str, float]:
         """See `BaseTrainer.evaluate`; means are taken over all steps and pairs evaluated."""
         self._count(self.eval_examples[self.parallel.rank :: self.parallel.world_size])
-        self._evaluating = True
-        try:
-            return super().evaluate()
-        finally:
-            self._evaluating = False
+        return super().evaluate()
 
     def loss(self, batch: PackedBatch, examples: Sequence[StepExample | StepPair]) -> LossOutput:
         """Cross-entropy of the step labels and ranking loss of the pairs, each with its weight."""

@@ -14,7 +14,6 @@ from rlhf_algos.losses import bradley_terry, pair_calibration
 from rlhf_algos.offline.calibrated import CalibratedTrainer
 from rlhf_data import PackedBatch, TokenSequence
 from rlhf_data import PreferencePair as PreferencePair
-from rlhf_models import disable_dropout
 
 PairLike = PreferencePair | tuple[TokenSequence, TokenSequence] | tuple[TokenSequence, TokenSequence, float]
 
@@ -43,13 +42,6 @@ class RewardTrainer(CalibratedTrainer[PairLike]):
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     config: RewardConfig
-
-    def __init__(
-        self, model: Any, config: RewardConfig, examples: Sequence[PairLike], **options: Any
-    ) -> None:
-        if config.disable_dropout:
-            disable_dropout(model)
-        super().__init__(model, config, examples, **options)
 
     def sequences(self, example: PairLike) -> Sequence[TokenSequence]:
         """Chosen, then rejected; the prompt they share is computed once."""

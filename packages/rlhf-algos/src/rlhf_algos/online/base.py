@@ -50,6 +50,7 @@ from rlhf_infer import (
     SamplingParams,
     TransformersEngine,
 )
+from rlhf_models import evaluating
 
 _LOG = logging.getLogger(__name__)
 _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
@@ -294,18 +295,16 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         if not len(self.eval_examples):
             raise ValueError("there is nothing to evaluate on: the trainer was made without eval_examples")
         self.prepare()
-        was_training = self.scorer.training
-        self.scorer.eval()
         n = self.config.num_generations_eval
         count = len(self.eval_examples)
         [prompts] = steps_of(self.eval_examples, range(count), range(0, count, count), self.parallel)
         temperature = self.config.eval_temperature
-        rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
-        completions, table = self.score(prompts, rollouts, n)
-        metrics = rollout_metrics(table) | self._said
-        if self.config.needs_reference:
-            metrics["kl"] = self._divergence(completions, temperature)
-        self.scorer.train(was_training)
+        with evaluating(self.scorer):
+            rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
+            completions, table = self.score(prompts, rollouts, n)
+            metrics = rollout_metrics(table) | self._said
+            if self.config.needs_reference:
+                metrics["kl"] = self._divergence(completions, temperature)
         return {f"eval_{name}": value for name, value in metrics.items()} | self.ref_kl()
 
     def stage_rows(self) -> list[dict[str, Any]]:
