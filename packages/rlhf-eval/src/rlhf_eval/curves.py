@@ -20,6 +20,7 @@ from rlhf_eval.figures import (
     new_figure,
     pairs,
     save_png,
+    step_axis,
     styled,
 )
 
@@ -113,8 +114,6 @@ def metric_panel(metrics: Rows, key: str) -> Panel:
 
 
 def _panel(axes: Axes, metrics: Rows, key: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     phases = list(dict.fromkeys(row.get("phase") for row in metrics))
     for index, phase in enumerate(phases):
         points = pairs([row for row in metrics if row.get("phase") == phase], "step", key)
@@ -133,8 +132,7 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     if not axes.lines:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)
     axes.set_title(key, parse_math=False)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    step_axis(axes)
     axes.xaxis.set_major_formatter(lambda value, _: _whole(value))
     axes.yaxis.set_major_formatter(_tick_labels())
 

@@ -24,7 +24,7 @@ from rlhf_eval.stats import (
     verdict_difference,
 )
 from rlhf_eval.stats.differences import EXACT, rows_that_agree
-from rlhf_eval.stats.interval import normal_quantile
+from rlhf_eval.stats.interval import halved, normal_quantile
 
 __all__ = ["Gate", "GateVerdict", "Scores", "judge_gates", "rows_to_find_drop", "verdict_of_all"]
 
@@ -366,14 +366,11 @@ def _fail_p(gate: Gate, compared: _Compared, found: Interval) -> float:
 
 def _touching(gate: Gate, compared: _Compared, limit: float) -> float:
     """The α whose interval of level 1 − 2α ends at the limit, by halving."""
-    low, high = 0.0, 0.5
-    for _ in range(40):
-        alpha = (low + high) / 2
-        if _interval(compared, gate, 1 - 2 * alpha).high < limit:
-            high = alpha
-        else:
-            low = alpha
-    return high
+
+    def reaches(alpha: float) -> bool:
+        return not _interval(compared, gate, 1 - 2 * alpha).high < limit
+
+    return halved(0.0, 0.5, reaches, times=40)[1]
 
 
 def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | None, bool]:

@@ -19,6 +19,7 @@ from rlhf_eval.stats import (
     paired_difference,
     proportion_interval,
 )
+from rlhf_eval.stats.classification import mid_ranks
 
 _SURE, _UNSURE = 0.9, 0.6
 """Confidences from which an error is a confident one, and below which it is none."""
@@ -240,16 +241,10 @@ def _length(pairs: ScoredPairs) -> dict[str, Any]:
 
 def _spearman(first: np.ndarray, second: np.ndarray) -> float:
     """Rank correlation; NaN where one of them is constant."""
-    a, b = (_mid_ranks(values) for values in (first, second))
+    a, b = (mid_ranks(values) for values in (first, second))
     if a.std() == 0 or b.std() == 0:
         return math.nan
     return float(np.corrcoef(a, b)[0, 1])
-
-
-def _mid_ranks(values: np.ndarray) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[place]
 
 
 def _slices(pairs: ScoredPairs) -> dict[str, dict[str, Any]]:

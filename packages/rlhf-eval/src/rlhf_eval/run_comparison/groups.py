@@ -16,7 +16,7 @@ from rlhf_eval.stats import (
     probability_of_improvement,
     two_sample_difference,
 )
-from rlhf_eval.stats.interval import t_quantile
+from rlhf_eval.stats.interval import halved, t_quantile
 
 _RESAMPLES = 10_000
 
@@ -120,8 +120,4 @@ def _difference(first: np.ndarray, second: np.ndarray, level: float) -> Interval
 
 def _two_sided(statistic: float, degrees: int) -> float:
     """The p-value of Student's t, by bisection of its quantile."""
-    low, high = 0.5, 1.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_quantile(middle, degrees) < statistic else (low, middle)
-    return 2 * (1 - low)
+    return 2 * (1 - halved(0.5, 1.0, lambda level: t_quantile(level, degrees) < statistic, times=39)[0])

@@ -115,10 +115,14 @@ def auroc(scores: Sequence[float] | np.ndarray, labels: Sequence[bool] | np.ndar
     num_positive, num_negative = int(positive.sum()), int((~positive).sum())
     if not num_positive or not num_negative:
         return float("nan")
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mid_ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]
-    excess = mid_ranks[positive].sum() - num_positive * (num_positive + 1) / 2
+    excess = mid_ranks(values)[positive].sum() - num_positive * (num_positive + 1) / 2
     return float(excess / (num_positive * num_negative))
+
+
+def mid_ranks(values: np.ndarray) -> np.ndarray:
+    """(n,) ranks from 1; equal values share the mean of theirs."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]
 
 
 def rate(flags: Sequence[bool | None]) -> float:

@@ -19,6 +19,7 @@ from rlhf_eval.stats.interval import (
     ClusterMean,
     Interval,
     check_level,
+    halved,
     normal_quantile,
     percentile_t,
     t_quantile,
@@ -210,14 +211,11 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
     """The rate p at which a binomial of n trials has at most k with this probability, by halving."""
     counts = np.arange(k + 1)
     logs = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in counts])
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        rate = (low + high) / 2
-        if np.exp(logs + counts * math.log(rate) + (n - counts) * math.log1p(-rate)).sum() > probability:
-            low = rate
-        else:
-            high = rate
-    return high
+
+    def is_likelier(rate: float) -> bool:
+        return np.exp(logs + counts * math.log(rate) + (n - counts) * math.log1p(-rate)).sum() > probability
+
+    return halved(0.0, 1.0, is_likelier)[1]
 
 
 def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
@@ -314,11 +312,10 @@ def _wilson_of(rate: float, error: float, units: int, level: float) -> tuple[flo
 
 def _level_that_touches_zero(ends: Callable[[float], tuple[float, float]]) -> float:
     """The p-value of zero: 1 − the level whose interval just reaches it."""
-    inside, outside = 1 - 1e-12, 0.0
-    if not ends(inside)[0] <= 0 <= ends(inside)[1]:
-        return 1 - inside
-    for _ in range(50):
-        level = (inside + outside) / 2
+
+    def excludes(level: float) -> bool:
         low, high = ends(max(level, 1e-15))
-        inside, outside = (level, outside) if low <= 0 <= high else (inside, level)
-    return 1 - inside
+        return not low <= 0 <= high
+
+    most = 1 - 1e-12
+    return 1 - (most if excludes(most) else halved(0.0, most, excludes)[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -67,6 +67,16 @@ def t_quantile(probability: float, degrees: float) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return z + sum(term / degrees ** (power + 1) for power, term in enumerate(terms))
+
+
+def halved(
+    low: float, high: float, is_below: Callable[[float], bool], *, times: int = 50
+) -> tuple[float, float]:
+    """Both ends of a range around the value up to which `is_below` is true, halved so many times."""
+    for _ in range(times):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high
 
 
 def check_level(level: float) -> None:

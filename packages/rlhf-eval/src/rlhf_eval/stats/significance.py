@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlhf_eval.stats.interval import normal_quantile
+from rlhf_eval.stats.interval import halved, normal_quantile
 
 
 def sign_test(first: ArrayLike, second: ArrayLike) -> float:
@@ -157,12 +157,12 @@ def detectable_rate(n: int, baseline: float = 0.5, *, power: float = 0.8, level:
         level: 1 − size of the two-sided test.
     """
     z, z_power = normal_quantile((1 + level) / 2), normal_quantile(power)
-    low, high = baseline, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
+
+    def is_missed(rate: float) -> bool:
         need = z * math.sqrt(baseline * (1 - baseline)) + z_power * math.sqrt(rate * (1 - rate))
-        low, high = (low, rate) if (rate - baseline) * math.sqrt(n) >= need else (rate, high)
-    return high
+        return (rate - baseline) * math.sqrt(n) < need
+
+    return halved(baseline, 1.0, is_missed, times=60)[1]
 
 
 def _both_quantiles(power: float, level: float) -> float:
