@@ -113,7 +113,7 @@ def split_name(entry: str) -> tuple[str | None, str]:
     if not equals or Path(entry).exists():
         return None, entry
     if not (name and path):
-        raise UserError(f"{entry}: expected NAME=PATH", code="invalid_option")
+        raise UserError(f"{entry}: name or path is empty; expected NAME=PATH", code="invalid_option")
     return name, path
 
 

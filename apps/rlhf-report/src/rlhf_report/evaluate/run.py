@@ -63,13 +63,14 @@ def run_evaluate(given: dict[str, Any]) -> str:
     sources = [parse_source(each) for each in given["models"]]
     reference = parse_source(given["reference"]) if given["reference"] else None
     _check_options(given, reference)
-    every = [*([reference] if reference else []), *sources]
-    servers = check_engines(given, every)
-    check_sources(every)
+    references = [reference] if reference else []
+    servers = check_engines(given, [*sources, *references])
+    check_sources([*sources, *references])
     prompts = load_prompts(given["prompts"], given["num_prompts"], on_bad_row=given["on_bad_row"])
     (pairs, skipped), (labels, _) = (
         _pairs(given[key], given["on_bad_row"]) for key in ("pairs", "judge_labels")
     )
+    every = [*references, *sources]
     with_kl = given["kl"] and reference is not None and not reference.is_file
     skip = given["on_bad_row"] == "skip"
     kept = fitting(every, prompts, given["max_new_tokens"], one_tokenizer=with_kl, skip=skip)
