@@ -25,8 +25,7 @@ from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_start, job_device, longest_sequence, lora_settings
 from rlhf_algos.jobs.online import check_parts
 from rlhf_algos.jobs.tiny_models import (
-    CHAT_TEMPLATE,
-    record_texts,
+    scratch_tokenizer,
     tiny_base,
     tiny_positions,
     tiny_tokenizer,
@@ -57,7 +56,6 @@ from rlhf_models import (
     adapter_base,
     apply_lora,
     build_model,
-    build_tokenizer,
     cache_bytes,
     is_language_adapter,
     load_shape,
@@ -156,9 +154,7 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
     if name:
         shape, tokenizer = load_shape(name, adapted=is_language_adapter(name))
     elif config.scratch:
-        texts = (text for record in records for text in record_texts(record))
-        tokenizer = build_tokenizer(config.scratch, texts)
-        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        tokenizer = scratch_tokenizer(config.scratch, records)
         with torch.device("meta"):
             shape = build_model(config.scratch, tokenizer=tokenizer).config
     else:

@@ -15,7 +15,7 @@ from rlhf_algos.configs.offline import PRMConfig
 from rlhf_algos.engine.optimizer import check_optimizer
 from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.jobs.config import AdapterConfig, EnsembleConfig, HeadConfig, JobConfig
-from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
+from rlhf_algos.jobs.tiny_models import scratch_tokenizer, tiny_start
 from rlhf_algos.parallel.deepspeed_file import shards_weights
 from rlhf_algos.parallel.memory_plan import Machine
 from rlhf_algos.parallel.precision import check_hardware
@@ -31,7 +31,6 @@ from rlhf_models import (
     adapter_base,
     apply_lora,
     build_model,
-    build_tokenizer,
     check_language_model,
     check_tokenizer_fits,
     context_length,
@@ -166,10 +165,7 @@ def _language_model(
         check_tokenizer_fits(lm, tokenizer)
         _describe(lm, f"from {name}")
     elif config.scratch:
-        tokenizer = build_tokenizer(
-            config.scratch, (text for record in records for text in record_texts(record))
-        )
-        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        tokenizer = scratch_tokenizer(config.scratch, records)
         lm = build_model(config.scratch, tokenizer=tokenizer, seed=config.seed)
         lm.to(device, _dtype(config))  # pyright: ignore[reportCallIssue, reportArgumentType]
         _describe(lm, f"with random weights, as {config.scratch} says")
@@ -191,9 +187,7 @@ def _made_by_one(
     """A sharded model from scratch, and its tokenizer: the first process makes and keeps it, all read it."""
     assert config.scratch
     if is_main_process() and not folder.exists():
-        texts = (text for record in records for text in record_texts(record))
-        tokenizer = build_tokenizer(config.scratch, texts)
-        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        tokenizer = scratch_tokenizer(config.scratch, records)
         save_model(build_model(config.scratch, tokenizer=tokenizer, seed=config.seed), tokenizer, folder)
     barrier()
     lm = load_causal_lm(folder, **options)

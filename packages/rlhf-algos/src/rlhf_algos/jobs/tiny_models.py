@@ -23,7 +23,13 @@ from rlhf_data import (
     ensure_writable_folder,
     json_hash,
 )
-from rlhf_models import build_tiny_llama, load_causal_lm, load_tokenizer, train_byte_tokenizer
+from rlhf_models import (
+    build_tiny_llama,
+    build_tokenizer,
+    load_causal_lm,
+    load_tokenizer,
+    train_byte_tokenizer,
+)
 
 _LOG = logging.getLogger(__name__)
 _VOCAB_SIZE = 1024
@@ -103,6 +109,13 @@ def tiny_tokenizer(records: Sequence[Any]) -> Any:
     texts = (text for record in records[:_ROWS] for text in record_texts(record))
     tokenizer = train_byte_tokenizer(texts, _VOCAB_SIZE)
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def scratch_tokenizer(described: str, records: Sequence[Any]) -> Any:
+    """The tokenizer that a file describes, trained on the records if it is to be, with a chat template."""
+    tokenizer = build_tokenizer(described, (text for record in records for text in record_texts(record)))
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     return tokenizer
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_algos.configs.online import OnlineConfig
-from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
+from rlhf_algos.engine.language_model import LogpsModule
 from rlhf_algos.engine.optimizer_step import combined, epoch_order
 from rlhf_algos.engine.step_examples import steps_of
 from rlhf_algos.online.rollouts import (
@@ -27,6 +27,7 @@ from rlhf_algos.online.rollouts import (
 )
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.online.step_engine import (
+    SamplingTrainer,
     computes_as_trainer,
     engine_for,
     engine_state,
@@ -57,7 +58,7 @@ _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
 """The part of the sampling seed that replaces the step."""
 
 
-class OnlineTrainer(LanguageModelTrainer[PromptExample]):
+class OnlineTrainer(SamplingTrainer):
     """Samples completions, scores them with reward functions and updates the policy on them, step by step.
 
     A step is one rollout and all its updates, so that between steps there is nothing to remember but model,
@@ -205,17 +206,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         n: int,
         measured: Sequence[Measured] | None = None,
     ) -> tuple[list[Completion], StepTable]:
-        """This process's completions with their texts, and the rewards of all of them.
-
-        Args:
-            prompts: the prompts of all processes.
-            rollouts: `n` for each of this process's share of the prompts.
-            n: completions per prompt.
-            measured: what reward functions gave for these batches, where that is known.
-
-        Raises:
-            UserError: a reward function failed.
-        """
+        """See `SamplingTrainer.score`."""
         completions = completions_of(
             prompts, rollouts, self.tokenizer, rank=self.parallel.rank, world=self.parallel.world_size
         )

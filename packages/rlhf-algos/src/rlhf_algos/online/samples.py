@@ -10,10 +10,12 @@ import torch
 
 from rlhf_algos.engine.start_distance import MAX_TOKENS
 from rlhf_algos.online.rollouts import Completion, StepTable
+from rlhf_algos.online.step_engine import SamplingTrainer
 from rlhf_algos.parallel.lockstep import generate_together
 from rlhf_algos.tracking.debug import prompt_text
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_infer import SamplingParams, TransformersEngine
+from rlhf_models import evaluating
 
 _SHOWN = 4
 """Completions of a step that `samples.jsonl` gets."""
@@ -31,7 +33,7 @@ def keep_samples(
 
 
 @torch.no_grad()
-def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
+def stage_rows(trainer: SamplingTrainer, *, seed: int) -> list[dict[str, Any]]:
     """Completions of a trainer's first held-out prompts, else of its first training prompts, with rewards.
 
     They are drawn as `evaluate` draws.  Every process must call it.
@@ -44,19 +46,17 @@ def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
     prompts = list(islice(source, trainer.config.stage_samples))
     remembered = trainer.rewards.state()
     trainer.prepare()
-    was_training = trainer.scorer.training
-    trainer.scorer.eval()
-    rollouts = trainer.sample(prompts, 1, seed=seed, temperature=trainer.config.eval_temperature)
-    completions, table = trainer.score(prompts, rollouts, 1)
-    trainer.scorer.train(was_training)
+    with evaluating(trainer.scorer):
+        rollouts = trainer.sample(prompts, 1, seed=seed, temperature=trainer.config.eval_temperature)
+        completions, table = trainer.score(prompts, rollouts, 1)
     trainer.rewards.load_state(remembered)
     return [{"step": trainer.step, **_row(each, table, trainer.tokenizer)} for each in completions]
 
 
-def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSequence]:
+def start_completions(trainer: SamplingTrainer, count: int, *, seed: int) -> list[TokenSequence]:
     """Prompts and completions (scored) of the first `count` held-out prompts, at temperature 1.
 
-    The model of the trainer, an `OnlineTrainer`, is not wrapped yet.
+    The model of the trainer is not wrapped yet.
     """
     prompts = [each.prompt_ids for each in islice(trainer.eval_examples, count)]
     config = trainer.config

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from rlhf_algos.configs.online import OnlineConfig, SamplingConfig
+from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.engine.step_examples import order_of, steps_of
-from rlhf_algos.online.rollouts import Completion, in_parts, samples_of
+from rlhf_algos.online.rollouts import Completion, StepTable, in_parts, samples_of
 from rlhf_algos.process_group import broadcast
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer import (
     GenerationEngine,
     Measured,
     PreviousCompletions,
+    RewardFunctions,
     RewardScores,
     Rollout,
     SamplingParams,
@@ -61,6 +64,44 @@ class StepEngine(GenerationEngine, Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
         ...
+
+
+class SamplingTrainer(LanguageModelTrainer[PromptExample]):
+    """What a trainer has that samples by an engine and scores by reward functions."""
+
+    engine: GenerationEngine
+    rewards: RewardFunctions
+    config: OnlineConfig
+
+    @abstractmethod
+    def sample(
+        self, prompts: Sequence[PromptExample], n: int, *, seed: int, temperature: float | None = None
+    ) -> list[list[Rollout]]:
+        """`n` completions of each of this process's share of the prompts, by the present policy."""
+
+    @abstractmethod
+    def score(
+        self,
+        prompts: Sequence[PromptExample],
+        rollouts: Sequence[Sequence[Rollout]],
+        n: int,
+        measured: Sequence[Measured] | None = None,
+    ) -> tuple[list[Completion], StepTable]:
+        """This process's completions with their texts, and the rewards of all of them.
+
+        Args:
+            prompts: the prompts of all processes.
+            rollouts: `n` for each of this process's share of the prompts.
+            n: completions per prompt.
+            measured: what reward functions gave for these batches, where that is known.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+
+    @abstractmethod
+    def seed_of(self, step: int) -> int:
+        """Seed of the sampling of a step."""
 
 
 def engine_for(
@@ -114,13 +155,13 @@ def sampling_params(config: SamplingConfig, seed: int, temperature: float | None
     )
 
 
-def sync_weights(trainer: Any) -> None:
+def sync_weights(trainer: SamplingTrainer) -> None:
     """Let a trainer's engine sample from the weights as they are now; every process must call it."""
     engine, parallel = trainer.engine, trainer.parallel
     if isinstance(engine, TransformersEngine):
         return  # it samples from the policy itself
     if isinstance(engine, StepEngine):
-        _publish(trainer)
+        _publish(trainer, engine)
         return
     with parallel.gathering(trainer.model) as sends:
         if sends:
@@ -132,11 +173,11 @@ def sync_weights(trainer: Any) -> None:
             follow(name)
 
 
-def _publish(trainer: Any) -> None:
+def _publish(trainer: SamplingTrainer, engine: StepEngine) -> None:
     """Let a `StepEngine` have the trainer's weights; every process must call it."""
     with trainer.parallel.gathering(trainer.model) as sends:
         if sends:
-            trainer.engine.publish(trainer.model, trainer.step)
+            engine.publish(trainer.model, trainer.step)
 
 
 def in_batches(
@@ -151,14 +192,14 @@ def in_batches(
     return [group for batch in batches for group in engine.generate(batch, n, params)]
 
 
-def prompts_together(trainer: Any) -> int | None:
+def prompts_together(trainer: SamplingTrainer) -> int | None:
     """Prompts whose completions a trainer samples and scores together; None: all of a step."""
     engine = trainer.engine
     return engine.prompts_per_batch if isinstance(engine, StepEngine) else trainer.config.prompts_per_batch
 
 
 def step_scores(
-    trainer: Any, completions: Sequence[Completion], n: int, measured: Sequence[Measured] | None
+    trainer: SamplingTrainer, completions: Sequence[Completion], n: int, measured: Sequence[Measured] | None
 ) -> RewardScores | None:
     """Rewards of this process's completions of a step, in the batches that are scored together.
 
@@ -174,13 +215,13 @@ def step_scores(
 
 
 def step_rollouts(
-    trainer: Any, prompts: Sequence[PromptExample]
+    trainer: SamplingTrainer, prompts: Sequence[PromptExample]
 ) -> tuple[list[list[Rollout]], list[Measured] | None]:
     """What `StepEngine.finish` gives of a trainer's present step; up to `max_staleness` more are begun."""
     engine, config = trainer.engine, trainer.config
     if not isinstance(engine, StepEngine):
         return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step)), None
-    _publish(trainer)
+    _publish(trainer, engine)
     last = min(trainer.step + engine.max_staleness, trainer.total_steps - 1)
     for step in range(trainer.step, last + 1):
         asked = prompts if step == trainer.step else _prompts_of(trainer, step)
@@ -220,7 +261,7 @@ def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> Non
         previous.load_state(state["previous"])
 
 
-def _prompts_of(trainer: Any, step: int) -> Sequence[PromptExample]:
+def _prompts_of(trainer: SamplingTrainer, step: int) -> Sequence[PromptExample]:
     """The prompts of a step that is still to come."""
     config, size = trainer.config, trainer.global_batch_size
     epoch, at = divmod(step, trainer.steps_per_epoch)

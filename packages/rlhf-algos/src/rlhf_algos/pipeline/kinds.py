@@ -201,17 +201,8 @@ def _step(name: str) -> Command:
 PREPARE_KEYS = (
     *("kind", "columns", "tokenizer", "against", "ties", "min_words", "duplicate_rows", "duplicate_prompts"),
     *("near_threshold", "near_unit", "near_size", "contradictions", "margins", "tie_similarity"),
-    *(
-        "min_tokens",
-        "max_length",
-        "truncation",
-        "convert",
-        "eval_fraction",
-        "stratify_by",
-        "strata",
-        "source_column",
-    ),
-    *("group_prompts", "contamination_words", "seed", "on_bad_row"),
+    *("min_tokens", "max_length", "truncation", "convert", "eval_fraction", "stratify_by", "strata"),
+    *("source_column", "group_prompts", "contamination_words", "seed", "on_bad_row"),
 )
 _SAMPLING_KEYS = (
     *("prompts", "model", "reward", "reward_weights"),
