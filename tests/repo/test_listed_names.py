@@ -10,9 +10,12 @@ import pytest
 
 from rlhf_algos import DPOConfig
 from rlhf_algos.losses.preference import DPOLossType
+from rlhf_data import apply_overrides
 from rlhf_infer.rewards import rules
 from rlhf_infer.rewards.answers import verifiable
 from rlhf_merge.methods.families import METHODS
+from rlhf_minmax import MinMaxConfig
+from rlhf_minmax.evaluation.unused import unused_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,3 +48,12 @@ def test_each_reward_rule_has_a_row() -> None:
 
 def test_each_merge_method_has_a_row() -> None:
     assert METHODS.keys() <= in_first_column("merging.md")
+
+
+def test_the_settings_of_related_work_are_accepted_and_all_do_something() -> None:
+    page = (ROOT / "docs" / "minmax.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\|((?: `[\w.]+=[^`]+`)+) \|$", page.partition("## Related work")[2], re.M)
+    assert len(rows) == 9
+    for row in rows:
+        config = MinMaxConfig.from_dict(apply_overrides({}, re.findall(r"`([^`]+)`", row)))
+        assert unused_settings(config, steps=64) == []
