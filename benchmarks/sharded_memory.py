@@ -216,7 +216,6 @@ def train(name: str, model: Path, run: str, mode: str) -> dict[str, Any]:
     held = numbers_held(trainer.model)
     trainer.checkpoints = None
     trainer.run = None
-    trainer.events.run = None
     size = trainer.global_batch_size  # of GRPO prompts, each with several completions
     for step in range(STEPS):
         metrics = trainer.train_step([trainer.examples[i] for i in range(step * size, (step + 1) * size)])

@@ -232,8 +232,13 @@ def test_a_reward_model_that_is_right_on_average_may_still_be_outweighed(make_ga
     reward = FakeReward(records, stories.prompts, bait=0.0)
     flawed = FakeReward(records, stories.prompts, bait=2.2)
     flaws = {stories.prompts.policy(record) for record in records[:4]}
-    reward._one = lambda prompt, text: FakeReward._one(flawed if prompt in flaws else reward, prompt, text)
-    game = replace(pipeline, reward_model=reward, judge=FakeJudge(0.9))
+
+    class Mixed(FakeReward):
+        def _one(self, prompt, completion):
+            return (flawed if prompt in flaws else reward)._one(prompt, completion)
+
+    mixed = Mixed(records, stories.prompts, bait=0.0)
+    game = replace(pipeline, reward_model=mixed, judge=FakeJudge(0.9))
     found = measure_break_even(game, records, seed=0)
     assert found.delta_reward == pytest.approx(-0.45)
     # Truthful critiques are worth 0.8, so truth pays on all stories from 1.2 / 0.8 on, and 1% above that.
