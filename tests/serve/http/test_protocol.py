@@ -132,6 +132,7 @@ def test_connections_beyond_what_can_be_open_are_answered_and_closed() -> None:
             address = "127.0.0.1", int(server.stdout.readline())
             held = [socket.create_connection(address) for _ in range(96)]
             with socket.create_connection(address) as late:
+                late.sendall(b"POST / HTTP/1.1\r\nHost: test\r\nContent-Length: 65536\r\n\r\n" + b"x" * 65536)
                 head, _, body = read_all(late).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
             assert json.loads(body)["error"]["code"] == "too_many_connections"

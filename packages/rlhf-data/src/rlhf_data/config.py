@@ -142,7 +142,7 @@ class BaseConfig(BaseModel):
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Pydantic would take `true` as 1."""
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and kinds <= {int, float, types.NoneType}:
+        if isinstance(value, bool) and kinds <= {int, float, str, types.NoneType} and kinds & {int, float}:
             instead = "a number or null" if types.NoneType in kinds else "a number"
             raise ValueError(f"{str(value).lower()} is not a number; give {instead}")
         return value

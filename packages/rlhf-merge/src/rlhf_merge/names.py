@@ -1,4 +1,4 @@
-"""Names of tensors: their layer and its depth, their kind, and which have a row for each token."""
+"""Names of tensors: layer, depth and kind, which have a row for each token, and which are missing."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ EMBEDDING, NORM, HEAD, OTHER = "embedding", "norm", "head", "other"
 _OUTSIDE = (EMBEDDING, NORM, OTHER, HEAD)
 """Rows of tensors outside of the layers; the first precedes the layers, the others follow them."""
 
-_NORM = re.compile(r"norm|(^|\.)ln(_|\d|\.|$)", re.IGNORECASE)
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|score|classifier|cls|qa_outputs)\.")
-_EMBEDDING = re.compile(r"embed|embd|(^|\.)(wte|wpe|shared)(\.|$)", re.IGNORECASE)
+_NORM_NAME = re.compile(r"norm|(^|\.)ln(_|\d|\.|$)", re.IGNORECASE)
+_HEAD_NAME = re.compile(r"(^|\.)(lm_head|embed_out|output|score|classifier|cls|qa_outputs)\.")
+_EMBEDDING_NAME = re.compile(r"embed|embd|(^|\.)(wte|wpe|shared)(\.|$)", re.IGNORECASE)
 _CROSS = re.compile(r"cross_?att|encdec|encoder_attn", re.IGNORECASE)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ffn|feed_?forward|moe|expert", re.IGNORECASE)
@@ -165,7 +165,7 @@ def place_tensors(names: Iterable[str]) -> dict[str, Place]:
             position = (1, stacks.index(layer.stack), layer.layer)
             places[name] = Place(row, _kind_in_layer(layer), True, position)
             continue
-        kinds = ((NORM, _NORM), (HEAD, _HEAD), (EMBEDDING, _EMBEDDING))
+        kinds = ((NORM, _NORM_NAME), (HEAD, _HEAD_NAME), (EMBEDDING, _EMBEDDING_NAME))
         row = next((kind for kind, pattern in kinds if pattern.search(name)), OTHER)
         index = _OUTSIDE.index(row)
         places[name] = Place(row, row, False, (2 if index else 0, index, 0))
@@ -203,7 +203,7 @@ def _kind_in_layer(layer: LayerName) -> str:
     if len(words) > 1 and words[-1] in ("weight", "bias"):
         words.pop()
     path, last = ".".join(words), words[-1].lower()
-    if _NORM.search(path):
+    if _NORM_NAME.search(path):
         return NORM
     if _CROSS.search(path) or _ATTENTION.search(path):
         family, parts = "cross" if _CROSS.search(path) else "attn", _ATTENTION_PARTS

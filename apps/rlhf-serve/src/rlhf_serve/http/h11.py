@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 from http import HTTPStatus
 from typing import Any
@@ -12,6 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf_serve.errors import APIError, invalid_request, too_many_connections
 
+_LINGER_S = 1.0
+"""Seconds in which a client whose connection is one too many may read that, while it sends its request."""
 HEAD_TIMEOUT_S = 15.0
 """Seconds that a client has for a request's first line and headers."""
 
@@ -19,7 +22,8 @@ HEAD_TIMEOUT_S = 15.0
 def raise_file_limit() -> None:
     """Let this process open as many files, connections among them, as the system lets it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(ValueError, OSError):  # where the system takes no soft limit as high as that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_limit() -> int:
@@ -44,17 +48,26 @@ class HTTPProtocol(H11Protocol):
     head_timeout_s = HEAD_TIMEOUT_S
 
     _head_due: asyncio.TimerHandle | None = None
+    _refused = False
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first head."""
         super().connection_made(transport)
         self._watch_head()
-        if len(self.connections) > connection_limit():
+        limit = connection_limit()
+        if len(self.connections) > limit:
             self._send(too_many_connections())
-            self.transport.close()
+            self._refused = True
+            if len(self.connections) > limit + limit // 6:  # half of what is left for other files
+                self.transport.close()
+                return
+            self.transport.write_eof()  # closed with bytes unread, the client would lose the answer
+            self.loop.call_later(_LINGER_S, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, and see whether it ends a head or begins one."""
+        if self._refused:
+            return
         super().data_received(data)
         self._watch_head()
 

@@ -1,4 +1,4 @@
-"""Arithmetic on one tensor of the models, block by block: task vectors made sparse, sums, scalar products."""
+"""Arithmetic on one tensor of the models, block by block: sums, scalar products, task vectors made sparse."""
 
 from __future__ import annotations
 

@@ -189,9 +189,10 @@ def default_weight(game: GameConfig, costs: Tensor, gains: Tensor | None) -> flo
     weight = max(game.break_even_factor * (even or 0.0), game.w_reward)
     if gains is not None and even is not None:
         costs = game.w_reward * costs
-        # No higher weight helps where the judge prefers the wrong answer.
-        never = torch.where(2 * weight * gains > costs, -torch.inf, torch.inf)
-        evens = torch.where(gains > 0, costs / gains, never).sort().values
+        # Where the judge prefers the wrong answer a higher weight only harms: such a story counts as won if
+        # truth pays at twice the weight, else as lost.
+        otherwise = torch.where(2 * weight * gains > costs, -torch.inf, torch.inf)
+        evens = torch.where(gains > 0, costs / gains, otherwise).sort().values
         last = max(math.ceil(game.break_even_share * len(evens)), 1) - 1
         weight = min(max(weight, _ABOVE * float(evens[last])), 2 * weight)
     return weight or 1.0
@@ -295,7 +296,7 @@ def _advice(
         )
     if delta_reward <= 0 and min(pays_start, pays_truthful) >= _NEARLY_ALL:
         return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
-    if w_judge <= even_truthful:
+    if delta_reward > 0 and w_judge <= even_truthful:
         return (
             f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {even_truthful:.2f}, so "
             "exploiting the reward model pays on average whatever the monitor does; raise game.w_judge above "

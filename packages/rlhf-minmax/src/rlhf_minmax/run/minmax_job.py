@@ -241,7 +241,7 @@ class MinMaxJob:
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
         path = self.run.path / _PREFLIGHT
-        if not broadcast(path.exists()):
+        if not (resumed := broadcast(path.exists())):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             counts = f"{len(probe)} training and {len(stories.held_out)} held-out stories"
             self.events.remark(f"measuring the start on {counts}")
@@ -270,7 +270,8 @@ class MinMaxJob:
             {name: Scale(**saved[prefix + name]) for name in _SCALES} for prefix in ("", "held_out_")
         )
         pipeline = replace(game.pipeline, **scales, w_judge=check.w_judge)
-        check_same_models(marks_of(pipeline, stories.train), saved.get("marks", {}), self.run.path)
+        if resumed:
+            check_same_models(marks_of(pipeline, stories.train), saved.get("marks", {}), self.run.path)
         held_out = replace(game.held_out, **held)
         clock.lap("evaluation")
         self.events.break_even(check)

@@ -1,4 +1,4 @@
-"""Means of models: weighted sums, and those that go by the angles between tensors."""
+"""Passing a model on, and means of models: weighted sums, and those that go by the angles between tensors."""
 
 from __future__ import annotations
 
