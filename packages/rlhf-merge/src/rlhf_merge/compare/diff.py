@@ -14,20 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlhf_merge.compare.kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.methods.arithmetic import kept_count, products, task_vector_magnitudes
 from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Readable, Spaces, Workspace, map_tensors, piece
-from rlhf_merge.names import (
-    EMBEDDING,
-    Place,
-    check_present,
-    is_vocabulary_tensor,
-    ordered_kinds,
-    ordered_rows,
-    place_tensors,
-    vocabulary_rows,
-)
+from rlhf_merge.names import check_present, is_vocabulary_tensor, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
 from rlhf_merge.text import short_names
 

@@ -13,11 +13,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
+from rlhf_merge.compare.kinds import EMBEDDING, HEAD, NORM, OTHER, Place, ordered_rows, place_tensors
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.config_json import tied
 from rlhf_merge.methods.blocks import Begin, Inputs, OnBytes, Spaces, map_tensors
-from rlhf_merge.names import EMBEDDING, HEAD, NORM, OTHER, Place, ordered_rows, place_tensors, vocabulary_rows
+from rlhf_merge.names import vocabulary_rows
 from rlhf_merge.run.matching import is_buffer
 from rlhf_merge.text import bytes_text, count_text, number_text, plain, share_text, table
 
