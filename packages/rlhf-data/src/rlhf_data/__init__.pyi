@@ -19,9 +19,12 @@ from rlhf_data.datasets.tokenized import SFTDataset as SFTDataset
 from rlhf_data.datasets.tokenized import StepDataset as StepDataset
 from rlhf_data.datasets.tokenized import TokenizedDataset as TokenizedDataset
 from rlhf_data.errors import UserError as UserError
+from rlhf_data.errors import check_choice as check_choice
 from rlhf_data.errors import exit_cleanly as exit_cleanly
+from rlhf_data.errors import invalid_value as invalid_value
 from rlhf_data.errors import is_out_of_memory as is_out_of_memory
 from rlhf_data.errors import output_written as output_written
+from rlhf_data.lazy import lazy_names as lazy_names
 from rlhf_data.preprocessing.config import PreprocessConfig as PreprocessConfig
 from rlhf_data.preprocessing.items import detect_kind as detect_kind
 from rlhf_data.preprocessing.items import read_items as read_items

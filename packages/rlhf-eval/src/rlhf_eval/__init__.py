@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rlhf_data.lazy import lazy_names
+from rlhf_data import lazy_names
 
 __all__, _public, __dir__ = lazy_names(__name__, __file__)
 

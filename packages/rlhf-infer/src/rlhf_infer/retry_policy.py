@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 
 _LONGEST_PAUSE_S = 60.0
 """The longest pause; up to it pauses double."""

@@ -2,7 +2,7 @@
 
 import logging
 
-from rlhf_data.lazy import lazy_names
+from rlhf_data import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_data import UserError, read_rows
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, invalid_value, read_rows
 from rlhf_models import CompressionSettings, ContextCompressor, load_causal_lm, load_tokenizer
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.output import Output, Work, write_rows

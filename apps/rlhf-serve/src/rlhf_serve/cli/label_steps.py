@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_data import UserError, atomic_write_json
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, atomic_write_json, invalid_value
 from rlhf_infer import StepLabeller, check_columns
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, invalid_value
 from rlhf_infer import (
     EngineCritic,
     IterativeRefiner,

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 from rlhf_serve.errors import queue_full, rate_limited
 
 Clock = Callable[[], float]

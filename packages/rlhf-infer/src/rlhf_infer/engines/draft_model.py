@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_data import UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts

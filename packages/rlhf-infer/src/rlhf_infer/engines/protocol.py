@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rlhf_data import UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, invalid_value
 from rlhf_infer.engines.constraints import Constraint
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]

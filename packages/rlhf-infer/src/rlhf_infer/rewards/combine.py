@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import Text, UserError, invalid_value
 from rlhf_infer import async_loop
 from rlhf_infer.rewards.checks import checked_rewards, shown
 from rlhf_infer.rewards.conventions import (

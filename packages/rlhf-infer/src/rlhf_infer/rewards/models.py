@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import Text, UserError, check_choice, invalid_value
 from rlhf_infer.rewards.texts import sample_name
 from rlhf_models import (
     Aggregate,

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data import Text
-from rlhf_data.errors import invalid_value
+from rlhf_data import Text, invalid_value
 from rlhf_infer.rewards.checks import checked_rewards
 from rlhf_infer.rewards.conventions import (
     RewardFunction,

@@ -8,8 +8,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, get_args
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import Text, UserError, check_choice, invalid_value
 from rlhf_infer import async_loop
 from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
 from rlhf_infer.retry_policy import RetryOptions, RetryPolicy, Unavailable

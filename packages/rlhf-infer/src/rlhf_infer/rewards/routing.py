@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 from rlhf_infer.rewards.conventions import Caller, Samples, then
 
 COLUMN = "verifiable"

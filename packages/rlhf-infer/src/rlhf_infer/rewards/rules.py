@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import Text, UserError, check_choice, invalid_value
 from rlhf_data.records.kind import is_empty
 from rlhf_infer.rewards.texts import text_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 from rlhf_infer.rewards.answers.read_answers import answer_part, normal_form, read_number
 from rlhf_infer.sampling.candidates import Extract
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from rlhf_data import Encoder, Text, UserError
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import Encoder, Text, UserError, check_choice, invalid_value
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_data import UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import UserError, invalid_value
 from rlhf_infer.sampling.score_model import Predictive, ScorePopulation, predict
 
 _REACH, _INTERVALS = 8.0, 128

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import check_choice
+from rlhf_data import Text, UserError, check_choice
 
 if TYPE_CHECKING:
     from rlhf_infer.engines.protocol import Rollout

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 from rlhf_infer.sampling.score_model import ScorePopulation, predict
 
 

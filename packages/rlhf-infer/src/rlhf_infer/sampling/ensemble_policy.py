@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rlhf_data import UserError
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import UserError, check_choice, invalid_value
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.sampling.candidates import Extract, answer_weights

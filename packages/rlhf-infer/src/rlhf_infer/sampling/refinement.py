@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rlhf_data import Text, UserError, as_completion
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import Text, UserError, as_completion, check_choice, invalid_value
 from rlhf_infer.sampling.candidates import SamplingCost
 
 Keep = Literal["best", "last"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data.errors import invalid_value
+from rlhf_data import invalid_value
 
 _SAME_SCORE = 1e-4
 """Difference of two scores, relative where they are large, that counts as none: batches move last bits."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_data import Text, model_folder
-from rlhf_data.errors import check_choice
+from rlhf_data import Text, check_choice, model_folder
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import Text, UserError, invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_infer.sampling.candidates import Extract, check_extract
 from rlhf_infer.search.settings import SearchSettings

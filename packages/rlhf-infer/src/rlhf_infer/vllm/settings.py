@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 from transformers import AutoConfig, GenerationConfig
 
-from rlhf_data import BaseConfig, UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import BaseConfig, UserError, invalid_value
 from rlhf_infer.engines.constraints import Constraint, schema_as_grammar
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, end_tokens, ends_of
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
-from rlhf_data.errors import check_choice
+from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json, check_choice
 from rlhf_models.adapters.files import adapter_config, is_adapted, load_adapter_weights
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.attention.packed import prepare_for_packing

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_data import PackedBatch, Text
-from rlhf_data.errors import check_choice
+from rlhf_data import PackedBatch, Text, check_choice
 from rlhf_models.heads.reward import encode_scored
 from rlhf_models.heads.scalar_model import scores_of
 from rlhf_models.language_model.logps import check_packing

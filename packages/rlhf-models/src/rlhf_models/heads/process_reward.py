@@ -17,9 +17,9 @@ from rlhf_data import (
     Text,
     TokenSequence,
     UserError,
+    check_choice,
     pack,
 )
-from rlhf_data.errors import check_choice
 from rlhf_models.heads.classifiers import head_of, set_linear_head
 from rlhf_models.heads.scalar_model import HeadModel
 from rlhf_models.loading.fits import check_prompt_fits

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from rlhf_data import QARecord, Text, UserError, qa_from_row
-from rlhf_data.errors import check_choice, invalid_value
+from rlhf_data import QARecord, Text, UserError, check_choice, invalid_value, qa_from_row
 from rlhf_infer.rewards.answers.numbers import Number
 from rlhf_infer.rewards.answers.read_answers import (
     Read,

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import Text, UserError, invalid_value
 from rlhf_infer.rewards.conventions import RewardFunction, Samples, function_name
 from rlhf_infer.rewards.rules import compiled
 from rlhf_infer.rewards.texts import text_of

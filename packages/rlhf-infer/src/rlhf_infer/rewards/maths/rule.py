@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import Text, UserError
-from rlhf_data.errors import invalid_value
+from rlhf_data import Text, UserError, invalid_value
 from rlhf_infer.rewards.answers.numbers import number_of
 from rlhf_infer.rewards.answers.read_answers import (
     MATH,
