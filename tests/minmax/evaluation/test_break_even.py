@@ -241,7 +241,7 @@ def test_a_reward_model_that_is_right_on_average_may_still_be_outweighed(make_ga
     game = replace(pipeline, reward_model=mixed, judge=FakeJudge(0.9))
     found = measure_break_even(game, records, seed=0)
     assert found.delta_reward == pytest.approx(-0.45)
-    # Truthful critiques are worth 0.8, so truth pays on all stories from 1.2 / 0.8 on, and 1% above that.
+    # ΔJ is 0.8 with truthful critiques, so the largest break-even is 1.2 / 0.8; the weight is 1% above it.
     assert found.w_judge == pytest.approx(1.01 * 1.5)
     assert (found.pays_start, found.pays_truthful) == (0.75, 1.0)
     assert "only a better monitor" in found.advice

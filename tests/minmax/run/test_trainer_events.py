@@ -168,7 +168,7 @@ def test_comparing_evaluations_that_there_will_not_be_is_refused(make_game: Any,
 def test_a_best_metric_that_is_not_measured_is_refused_before_the_game(
     make_config: Any, demo_cache: Path, tmp_path: Path, metric: str
 ) -> None:
-    """Without bait there is no rate of hacks."""
+    """`bleu` does not exist, and the hack rate is undefined because no story has a bait."""
     best = f"training.metric_for_best_model={metric}"
     world = "data.story_world.hearsay_rate=0"
     config = make_config(*SMALL, *EVALUATED, best, "data.eval_stories=4", world)

@@ -24,7 +24,7 @@ from rlhf_eval.stats import (
     verdict_difference,
 )
 from rlhf_eval.stats.differences import EXACT, rows_that_agree
-from rlhf_eval.stats.interval import halved, normal_quantile
+from rlhf_eval.stats.interval import bisect_range, normal_quantile
 
 __all__ = ["Gate", "GateVerdict", "Scores", "judge_gates", "rows_to_find_drop", "verdict_of_all"]
 
@@ -370,7 +370,7 @@ def _touching(gate: Gate, compared: _Compared, limit: float) -> float:
     def reaches(alpha: float) -> bool:
         return not _interval(compared, gate, 1 - 2 * alpha).high < limit
 
-    return halved(0.0, 0.5, reaches, times=40)[1]
+    return bisect_range(0.0, 0.5, reaches, steps=40)[1]
 
 
 def _missing(gate: Gate, compared: _Compared, found: Interval) -> tuple[int | None, bool]:

@@ -170,7 +170,7 @@ def _converged(found: dict[str, Any], hold: str) -> str:
     if found["threshold"] is None and not found["comparable"]:
         return "Without one quantity for all runs there is no threshold to reach, and nothing at equal KL."
     if found["threshold"] is None:
-        return "No run improved on a measured start, so there is no convergence threshold."
+        return "The convergence threshold is undefined: no run with a measured start improved on it."
     side = "below" if found["lower_is_better"] else "above"
     origin = f"the start plus {FRACTION:g} of the way to the best end of a run"
     return (

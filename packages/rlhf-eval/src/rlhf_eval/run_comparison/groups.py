@@ -16,7 +16,7 @@ from rlhf_eval.stats import (
     probability_of_improvement,
     two_sample_difference,
 )
-from rlhf_eval.stats.interval import halved, t_quantile
+from rlhf_eval.stats.interval import bisect_range, t_quantile
 
 _RESAMPLES = 10_000
 
@@ -120,4 +120,4 @@ def _difference(first: np.ndarray, second: np.ndarray, level: float) -> Interval
 
 def _two_sided(statistic: float, degrees: int) -> float:
     """The p-value of Student's t, by bisection of its quantile."""
-    return 2 * (1 - halved(0.5, 1.0, lambda level: t_quantile(level, degrees) < statistic, times=39)[0])
+    return 2 * (1 - bisect_range(0.5, 1.0, lambda level: t_quantile(level, degrees) < statistic, steps=39)[0])

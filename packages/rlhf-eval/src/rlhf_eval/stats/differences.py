@@ -18,8 +18,8 @@ from rlhf_eval.stats.interval import (
     RESAMPLES,
     ClusterMean,
     Interval,
+    bisect_range,
     check_level,
-    halved,
     normal_quantile,
     percentile_t,
     t_quantile,
@@ -215,7 +215,7 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
     def is_likelier(rate: float) -> bool:
         return np.exp(logs + counts * math.log(rate) + (n - counts) * math.log1p(-rate)).sum() > probability
 
-    return halved(0.0, 1.0, is_likelier)[1]
+    return bisect_range(0.0, 1.0, is_likelier)[1]
 
 
 def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
@@ -318,4 +318,4 @@ def _level_that_touches_zero(ends: Callable[[float], tuple[float, float]]) -> fl
         return not low <= 0 <= high
 
     most = 1 - 1e-12
-    return 1 - (most if excludes(most) else halved(0.0, most, excludes)[1])
+    return 1 - (most if excludes(most) else bisect_range(0.0, most, excludes)[1])

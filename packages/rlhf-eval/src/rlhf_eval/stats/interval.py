@@ -69,11 +69,11 @@ def t_quantile(probability: float, degrees: float) -> float:
     return z + sum(term / degrees ** (power + 1) for power, term in enumerate(terms))
 
 
-def halved(
-    low: float, high: float, is_below: Callable[[float], bool], *, times: int = 50
+def bisect_range(
+    low: float, high: float, is_below: Callable[[float], bool], *, steps: int = 50
 ) -> tuple[float, float]:
-    """Both ends of a range around the value up to which `is_below` is true, halved so many times."""
-    for _ in range(times):
+    """Bisect [low, high] `steps` times; the bounds of the interval that contains the switch of `is_below`."""
+    for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
     return low, high

@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlhf_eval.stats.interval import halved, normal_quantile
+from rlhf_eval.stats.interval import bisect_range, normal_quantile
 
 
 def sign_test(first: ArrayLike, second: ArrayLike) -> float:
@@ -162,7 +162,7 @@ def detectable_rate(n: int, baseline: float = 0.5, *, power: float = 0.8, level:
         need = z * math.sqrt(baseline * (1 - baseline)) + z_power * math.sqrt(rate * (1 - rate))
         return (rate - baseline) * math.sqrt(n) < need
 
-    return halved(baseline, 1.0, is_missed, times=60)[1]
+    return bisect_range(baseline, 1.0, is_missed, steps=60)[1]
 
 
 def _both_quantiles(power: float, level: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -202,7 +203,7 @@ def heatmap(difference: ModelDifference, path: str | Path) -> None:
 def check_heatmap(path: str | Path) -> None:
     """Refuse what `heatmap` would refuse, before models are read for nothing."""
     try:
-        import matplotlib.figure  # noqa: F401
+        importlib.import_module("matplotlib.figure")
     except ImportError as error:
         message = "a heat map needs matplotlib, which is not installed; install rlhf-merge[plot]"
         raise MergeError(message, code="missing_package") from error
@@ -214,7 +215,7 @@ def check_heatmap(path: str | Path) -> None:
 
 
 def _cells(difference: ModelDifference, value: Callable[[Measures], float | None]) -> NDArray[np.float64]:
-    """A value of every cell, (rows, kinds); NaN where there is no such tensor."""
+    """Matrix (rows, kinds) of a statistic; NaN for kinds that a row lacks."""
     found = np.full((len(difference.by_row), len(difference.kinds) or 1), np.nan)
     for index, row in enumerate(difference.by_row):
         for column in range(found.shape[1]):

@@ -189,8 +189,8 @@ def default_weight(game: GameConfig, costs: Tensor, gains: Tensor | None) -> flo
     weight = max(game.break_even_factor * (even or 0.0), game.w_reward)
     if gains is not None and even is not None:
         costs = game.w_reward * costs
-        # Where the judge prefers the wrong answer a higher weight only harms: such a story counts as won if
-        # truth pays at twice the weight, else as lost.
+        # If the judge prefers the wrong answer, raising the weight makes the truth pay less. Such a story is
+        # satisfied if the truth still pays at the largest weight allowed, and unreachable otherwise.
         otherwise = torch.where(2 * weight * gains > costs, -torch.inf, torch.inf)
         evens = torch.where(gains > 0, costs / gains, otherwise).sort().values
         last = max(math.ceil(game.break_even_share * len(evens)), 1) - 1
