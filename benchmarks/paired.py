@@ -33,6 +33,13 @@ HH_DATA = HERE.parent / "shared/data/hh-rlhf/harmless-base-1500.jsonl.gz"
 _WARM_UP = 2
 """First steps, which are left out."""
 _REWARD = "def letters(completions, **columns):\n    return [text.count('e') / 10 for text in completions]\n"
+_GAME = (
+    "policy_model.lr_scheduler_type=constant",
+    "game.break_even_factor=1.75",
+    "training.monitor_warmup_steps=8",
+    "demo.pretrain_steps=300",
+)
+"""Settings of the game whose defaults changed since e87ed37: with them, both checkouts play the same game."""
 _MERGE = """
 merge_method: ties
 base_model: model
@@ -54,7 +61,8 @@ def jobs(steps: int) -> dict[str, list[str]]:
     }
     for method in ("grpo", "ppo"):
         found[method] = ["rlhf-train", method, *online, "--set", "max_completion_length=48"]
-    found["minmax"] = ["rlhf-train", "minmax", "--max-steps", str(steps), "--output-dir", "run"]
+    game = [part for setting in _GAME for part in ("--set", setting)]
+    found["minmax"] = ["rlhf-train", "minmax", "--max-steps", str(steps), "--output-dir", "run", *game]
     found["merge"] = ["rlhf-merge", "run", "merge.yaml", "run"]
     return found
 
