@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray.train
-from ray.train.backend import Backend
+from ray.train.backend import Backend, BackendConfig
 from ray.train.torch import TorchConfig
+
+if TYPE_CHECKING:
+    from ray.train._internal.base_worker_group import BaseWorkerGroup
 
 
 @dataclass
@@ -31,8 +34,9 @@ class Launch(TorchConfig):
 class _Meeting(Backend):
     share_cuda_visible_devices = True  # LOCAL_RANK says which device is whose
 
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         """Have all processes meet at the first one's machine."""
+        assert isinstance(backend_config, Launch)
         address, port = worker_group.execute_single(0, _free_address)
         worker_group.execute(_meet_at, address, port, backend_config.gpus)
 

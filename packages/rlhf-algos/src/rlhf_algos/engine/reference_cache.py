@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rlhf_algos.engine.optimizer_step import share_of_step
 from rlhf_algos.engine.step_examples import is_streamed
@@ -106,7 +107,9 @@ def adapter_off_is(model: Any) -> bool:
     return not any(bool(update.count_nonzero()) for update in updates)
 
 
-def model_hash(config: Any, tensors: Iterable[tuple[str, Any]], *, without: str | None = None) -> str:
+def model_hash(
+    config: PreTrainedConfig, tensors: Iterable[tuple[str, Any]], *, without: str | None = None
+) -> str:
     """SHA-256 over a model's config and the names, types and values of its tensors.
 
     Takes the model's config and its tensors by name, in any order; tensors with `without` in their name are

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rlhf_data import UserError, invalid_value
 from rlhf_infer.engines.protocol import SamplingParams
@@ -62,16 +63,18 @@ def first_layers(model: Any, count: int) -> Any:
         child = _with_own_children(part.get_submodule(name), text)
         part.add_module(name, child)
         part = child
-    part.add_module(last, nn.ModuleList(list(part.get_submodule(last))[:count]))
+    layers = part.get_submodule(last)
+    assert isinstance(layers, nn.ModuleList)
+    part.add_module(last, layers[:count])
     return whole
 
 
-def _with_own_children(module: Any, config: Any) -> Any:
+def _with_own_children(module: nn.Module, config: PreTrainedConfig) -> nn.Module:
     """A shallow copy with its own table of children and its own config."""
     found = copy.copy(module)
     found._modules = dict(module._modules)
     if hasattr(found, "config"):
-        found.config = config
+        found.__dict__["config"] = config  # the typed setter of modules takes tensors and modules only
     return found
 
 

@@ -6,9 +6,10 @@ import warnings
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
+from transformers import PreTrainedModel
 
 
 class InPlaceLinear(Linear):
@@ -36,7 +37,7 @@ class InPlaceLinear(Linear):
         return result.to(dtype)
 
 
-def with_adapter(model: Any, config: Any, name: str) -> PeftModel:
+def with_adapter(model: PreTrainedModel, config: PeftConfig, name: str) -> PeftModel:
     """A model with a first adapter, as peft makes it.
 
     peft asks whether layers are recomputed under a name that transformers 5.24 warns of.

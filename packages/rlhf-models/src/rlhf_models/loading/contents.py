@@ -25,7 +25,7 @@ _DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, Safetensor
 """What is raised by files that are none; the load that follows says it better."""
 
 
-def wrong_shape(auto_class: Any, name_or_path: str | Path, where: str, config: Any) -> UserError:
+def wrong_shape(auto_class: Any, name_or_path: str | Path, where: str, config: PreTrainedConfig) -> UserError:
     """The error of a model of whose tensors one has another shape in the files; every process can make it."""
     options: dict[str, Any] = {"config": config, "adapter_kwargs": {"local_files_only": True}}
     _, info = cached_first(

@@ -9,14 +9,13 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_data import UserError, atomic_write_json
@@ -108,7 +107,8 @@ def complete(folder: str | Path, named: Iterable[tuple[str, Tensor]]) -> None:
 
 def _on_meta(folder: Path) -> PreTrainedModel:
     """The model that a folder's config describes, without weights."""
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    assert config.architectures, "an outline lies beside the config of a whole model"
     with torch.device("meta"):
         return getattr(transformers, config.architectures[0])(config)
 
