@@ -138,19 +138,18 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     if evident:
         truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
         gains_truthful = _judged_gaps(pipeline, records, right, wrong, truthful)
-    delta_reward, delta_start = float(costs.mean()), float(gains_start.mean())
-    delta_truthful = None if gains_truthful is None else float(gains_truthful.mean())
-    even_start = _ratio(game.w_reward * delta_reward, delta_start)
-    even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful or 0.0)
-    w_judge = game.w_judge
-    if w_judge is None:
-        w_judge = default_weight(game, costs, gains_truthful)
+    w_judge = default_weight(game, costs, gains_truthful) if game.w_judge is None else game.w_judge
 
     def pays(gains: Tensor) -> float:
         return float((w_judge * gains > game.w_reward * costs).float().mean())
 
-    pays_start, pays_truthful = pays(gains_start), None if gains_truthful is None else pays(gains_truthful)
-    reads = None if gains_truthful is None else not _is_chance(gains_truthful)
+    delta_reward, delta_start = float(costs.mean()), float(gains_start.mean())
+    even_start, pays_start = _ratio(game.w_reward * delta_reward, delta_start), pays(gains_start)
+    delta_truthful = even_truthful = pays_truthful = reads = None
+    if gains_truthful is not None:
+        delta_truthful = float(gains_truthful.mean())
+        even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
+        pays_truthful, reads = pays(gains_truthful), not _is_chance(gains_truthful)
     return BreakEven(
         delta_reward=delta_reward,
         delta_judge_start=delta_start,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 from rlhf_data import QARecord, UserError, import_object
@@ -86,58 +87,11 @@ class UserRules(TextRules):
     def __init__(self, own: TextRules, named: str) -> None:
         self.own, self.named = own, named
 
-    def sentences(self, record: QARecord) -> list[str]:
-        """See `TextRules.sentences`."""
-        return self._asked("sentences", record, record)
-
-    def claim(self, record: QARecord, answer: str) -> str | None:
-        """See `TextRules.claim`."""
-        return self._asked("claim", record, record, answer)
-
-    def correct_evidence(self, record: QARecord) -> str | None:
-        """See `TextRules.correct_evidence`."""
-        return self._asked("correct_evidence", record, record)
-
-    def evidence_on(self, record: QARecord, claim: str | None) -> str | None:
-        """See `TextRules.evidence_on`."""
-        return self._asked("evidence_on", record, record, claim)
-
-    def possible_evidence(self, record: QARecord) -> list[str]:
-        """See `TextRules.possible_evidence`."""
-        return self._asked("possible_evidence", record, record)
-
-    def evidence_holds(self, record: QARecord, evidence: str) -> bool:
-        """See `TextRules.evidence_holds`."""
-        return self._asked("evidence_holds", record, record, evidence)
-
-    def rival(self, record: QARecord) -> str | None:
-        """See `TextRules.rival`."""
-        return self._asked("rival", record, record)
-
-    def rival_evidence(self, record: QARecord) -> str | None:
-        """See `TextRules.rival_evidence`."""
-        return self._asked("rival_evidence", record, record)
-
-    def appeal(self, record: QARecord, claim: str) -> float:
-        """See `TextRules.appeal`."""
-        return self._asked("appeal", record, record, claim)
-
-    def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
-        """See `TextRules.is_hack`."""
-        return self._asked("is_hack", record, record, claim)
-
-    def supports(self, evidence: str, claim: str | None) -> bool | None:
-        """See `TextRules.supports`."""
-        return self._asked("supports", None, evidence, claim)
-
-    def refutes(self, record: QARecord, evidence: str, claim: str) -> bool:
-        """See `TextRules.refutes`."""
-        return self._asked("refutes", record, record, evidence, claim)
-
-    def _asked(self, method: str, record: QARecord | None, *arguments: Any) -> Any:
-        where = f"data.rules {self.named}: {method}"
-        if record is not None and record.where:
-            where += f", of {record.where},"
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        """What a method of the user's returns; the record it is asked about is the first argument, if any."""
+        where, about = f"data.rules {self.named}: {method}", arguments[0]
+        if isinstance(about, QARecord) and about.where:
+            where += f", of {about.where},"
         try:
             found = getattr(self.own, method)(*arguments)
         except (Exception, SystemExit) as error:  # code of the user's, which fails as it likes
@@ -157,6 +111,19 @@ class UserRules(TextRules):
                 f"{where} returned {found!r}, expected {expected}; fix it", code="rules_failed", method=method
             )
         return found
+
+    sentences = partialmethod(_asked, "sentences")
+    claim = partialmethod(_asked, "claim")
+    correct_evidence = partialmethod(_asked, "correct_evidence")
+    evidence_on = partialmethod(_asked, "evidence_on")
+    possible_evidence = partialmethod(_asked, "possible_evidence")
+    evidence_holds = partialmethod(_asked, "evidence_holds")
+    rival = partialmethod(_asked, "rival")
+    rival_evidence = partialmethod(_asked, "rival_evidence")
+    appeal = partialmethod(_asked, "appeal")
+    is_hack = partialmethod(_asked, "is_hack")
+    supports = partialmethod(_asked, "supports")
+    refutes = partialmethod(_asked, "refutes")
 
 
 _TEXT, _FLAG = (str, type(None)), (bool, type(None))

@@ -146,10 +146,6 @@ class DualPPOOptimizer:
             output: the pass.
             updates: most updates; None for `monitor_updates_per_policy`, or 1 where that freezes it.
         """
-        updates = updates or max(1, self.config.training.monitor_updates_per_policy)
-        return {f"monitor/{name}": value for name, value in self._monitor_update(output, updates).items()}
-
-    def _monitor_update(self, output: MinMaxOutput, updates: int) -> dict[str, Any]:
         assert self.monitor is not None
         critiques = output.critiques
         unparsable = torch.tensor([float(critique.parsed is None) for critique in critiques])
@@ -165,10 +161,11 @@ class DualPPOOptimizer:
             metrics = self.monitor.update(
                 [critique.rollout for critique in critiques],
                 sequence_advantages(rewards, groups, self.config.monitor_model.baseline),
-                updates=updates,
+                updates=updates or max(1, self.config.training.monitor_updates_per_policy),
             )
         share = float(zero_std_fraction(rewards, groups))
-        return metrics | {"frac_groups_zero_std": share, "truth_to_judge_spread": spread}
+        found: Metrics = {**metrics, "frac_groups_zero_std": share, "truth_to_judge_spread": spread}
+        return {f"monitor/{name}": value for name, value in found.items()}
 
     def dual_step(self, violation: float | None) -> Metrics:
         """Move truthfulness' λ by the violation measured on the batch; without a measurement it stays."""

@@ -90,6 +90,7 @@ def plan_run(config: MinMaxConfig, machine: Machine | None = None) -> dict[str, 
         return peak_of(found[GPU if machine.card else devices.device("policy")])
 
     check_game_fits(config, needs, machine)
+    memory = estimate(config, machine)
     rows = [
         ("method", "minmax, trained by this engine"),
         *_model_rows(config, stories, checked),
@@ -97,7 +98,7 @@ def plan_run(config: MinMaxConfig, machine: Machine | None = None) -> dict[str, 
         *_token_rows(config, stories, streams),
         *_request_rows(config, stories),
         *(_length_row(text) for text in checked.longest),
-        *_memory_rows(estimate(config, machine), machine),
+        *_memory_rows(memory, machine),
         _rate_row(config),
         (
             "first prompt",
@@ -108,7 +109,7 @@ def plan_run(config: MinMaxConfig, machine: Machine | None = None) -> dict[str, 
         "device_plan": device_rows(devices),
         "rows": rows,
         "warnings": checked.warnings,
-        "memory": {str(device): phases for device, phases in estimate(config, machine).items()},
+        "memory": {str(device): phases for device, phases in memory.items()},
     }
 
 

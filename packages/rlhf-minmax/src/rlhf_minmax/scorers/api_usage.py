@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rlhf_algos.process_group import all_gather
@@ -29,15 +29,9 @@ def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any
 def total_usage(parts: Sequence[APIUsage]) -> APIUsage:
     """The sum of a judge's usage in several processes; no cost where one counts none."""
     costs = [part.cost for part in parts if part.cost is not None]
-    return APIUsage(
-        requests=sum(part.requests for part in parts),
-        retries=sum(part.retries for part in parts),
-        cached=sum(part.cached for part in parts),
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        completion_tokens=sum(part.completion_tokens for part in parts),
-        unread=sum(part.unread for part in parts),
-        cost=sum(costs) if len(costs) == len(parts) else None,
-    )
+    counts = (field.name for field in fields(APIUsage) if field.name != "cost")
+    sums = {name: sum(getattr(part, name) for part in parts) for name in counts}
+    return APIUsage(**sums, cost=sum(costs) if len(costs) == len(parts) else None)
 
 
 def _api_judge(judge: Any) -> APIJudge | None:
