@@ -190,6 +190,12 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
     return checkpoint
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM ended the process; `exit_code` is what it exits with."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
 @contextmanager
 def terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
     """Within this context SIGTERM raises `KeyboardInterrupt` with exit code 143; yields what ignores it.
@@ -198,9 +204,7 @@ def terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        stop = KeyboardInterrupt()
-        stop.exit_code = 128 + number  # type: ignore[attr-defined]
-        raise stop
+        raise _Terminated
 
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

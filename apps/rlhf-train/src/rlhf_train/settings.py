@@ -74,14 +74,14 @@ def print_settings(method: str, *, as_json: bool) -> None:
         print(json.dumps([asdict(setting) for setting in found], indent=2, default=str))
         return
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from rlhf_train.display.console import make_console
 
-    table = Table(title=f"Settings of rlhf-train {method}", title_justify="left", box=box.SIMPLE)
-    for column in ("--set key", "default", "allowed", "meaning"):
-        table.add_column(column, overflow="fold", no_wrap=column == "--set key")
+    others = (Column(name, overflow="fold") for name in ("default", "allowed", "meaning"))
+    columns = (Column("--set key", overflow="fold", no_wrap=True), *others)
+    table = Table(*columns, title=f"Settings of rlhf-train {method}", title_justify="left", box=box.SIMPLE)
     for setting in found:
         default = _text(setting.default)
         if setting.tiny is not None:

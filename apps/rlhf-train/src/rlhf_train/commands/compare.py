@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from rlhf_algos import METHODS, rows_per_step
@@ -135,7 +136,7 @@ def _prompt_of(record: Any) -> str:
     return prompt_key(record) if messages is None else json.dumps(messages[:-1], sort_keys=True)
 
 
-def _steps(plan: ComparisonPlan, run: RunFolder, console: Any) -> dict[str, int]:
+def _steps(plan: ComparisonPlan, run: RunFolder, console: Console) -> dict[str, int]:
     """Steps of each arm's runs, from a pilot of a few steps where the budget is not in steps."""
     path = run.path / _STEPS
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -169,7 +170,7 @@ def _run_all(
     prompts: Sequence[PromptRecord],
     run: RunFolder,
     steps: Mapping[str, int],
-    console: Any,
+    console: Console,
 ) -> None:
     """Train and measure every run; one that fails does not keep the others from it."""
     failed = []
@@ -191,7 +192,7 @@ def _run_all(
         )
 
 
-def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int, console: Any) -> None:
+def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int, console: Console) -> None:
     """Train one run, or continue it; nothing if it is finished."""
     run = RunFolder(folder)
     if folder.exists() and run.read_results() is not None:
@@ -255,7 +256,7 @@ def _measure(
     meter.measure_run(RunFolder(folder), measured)
 
 
-def _report(run: RunFolder, console: Any) -> None:
+def _report(run: RunFolder, console: Console) -> None:
     """The page of `rlhf-report compare` if it is installed; else how to get it."""
     command = ["compare", str(run.path), "--output-dir", str(run.path / _REPORT)]
     if importlib.util.find_spec("rlhf_report") is None:
@@ -265,10 +266,9 @@ def _report(run: RunFolder, console: Any) -> None:
         raise UserError(f"the report was not written; try again: rlhf-report {' '.join(command)}")
 
 
-def _show_plan(plan: ComparisonPlan, prompts: int, shared: int, console: Any) -> None:
-    table = Table(title=f"{len(plan.arms) * len(plan.seeds)} runs", title_justify="left", box=box.ROUNDED)
-    for column in ("method", "settings", "seeds", "each"):
-        table.add_column(column)
+def _show_plan(plan: ComparisonPlan, prompts: int, shared: int, console: Console) -> None:
+    columns, title = ("method", "settings", "seeds", "each"), f"{len(plan.arms) * len(plan.seeds)} runs"
+    table = Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
     for arm in plan.arms:
         settings = " ".join(arm.overrides) or "defaults"
         table.add_row(arm.name, settings, ", ".join(map(str, plan.seeds)), f"{plan.budget:,.10g} {plan.unit}")

@@ -92,14 +92,13 @@ def run_doctor(*, port: int | None, as_json: bool) -> bool:
 
 def _show(found: list[Finding]) -> None:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from rlhf_train.display.console import make_console
 
-    table = Table(box=box.SIMPLE)
-    for column in ("check", "", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("check", "", "found", "what to do"))
+    table = Table(*columns, box=box.SIMPLE)
     colours = {"ok": "green", "note": "yellow", "problem": "red"}
     for finding in found:
         status = Text(finding.status, style=colours[finding.status])

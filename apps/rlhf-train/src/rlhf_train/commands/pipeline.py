@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_algos import METHODS
@@ -147,11 +148,10 @@ def _open(root: Path) -> None:
     RunFolder.create(root, job=_JOB, resumable=False)
 
 
-def _show(pipeline: Pipeline, console: Any) -> None:
+def _show(pipeline: Pipeline, console: Console) -> None:
     """What became of every stage, and where everything lies."""
-    table = Table(box=box.ROUNDED)
-    for name in ("stage", "kind", "status", "result"):
-        table.add_column(name, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("stage", "kind", "status", "result"))
+    table = Table(*columns, box=box.ROUNDED)
     for name, entry in pipeline.store.entries.items():
         status = entry.get("decision") or entry.get("status", "")
         table.add_row(name, entry["kind"], status, entry.get("folder", ""))
@@ -161,7 +161,7 @@ def _show(pipeline: Pipeline, console: Any) -> None:
     console.print(Text(f"written to {pipeline.root}; see {pipeline.root / 'pipeline.html'}", overflow="fold"))
 
 
-def _dry_run(pipeline: Pipeline, selection: Selection, console: Any, price: float | None) -> None:
+def _dry_run(pipeline: Pipeline, selection: Selection, console: Console, price: float | None) -> None:
     """Check every stage, plan the trainings that would run, and show what each stage would take."""
     pipeline.check()
     plan = pipeline.plan()
@@ -195,14 +195,14 @@ class _Row:
     memory: float | None = None
 
 
-def _show_plan(rows: Sequence[_Row], console: Any, price: float | None) -> None:
+def _show_plan(rows: Sequence[_Row], console: Console, price: float | None) -> None:
     """The table of a dry run, and what all of it takes."""
     from rlhf_models import format_bytes
 
-    table = Table(title="Dry run: nothing is run", title_justify="left", box=box.ROUNDED)
     costs = () if price is None else ("cost",)
-    for column in ("stage", "kind", "state", "launched by", "needs", "time", "memory", *costs):
-        table.add_column(column, overflow="fold")
+    names = ("stage", "kind", "state", "launched by", "needs", "time", "memory", *costs)
+    columns = (Column(name, overflow="fold") for name in names)
+    table = Table(*columns, title="Dry run: nothing is run", title_justify="left", box=box.ROUNDED)
     for row in rows:
         launch = row.stage.launch
         by = f"torchrun, {launch} processes" if isinstance(launch, int) else launch or "one process"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_algos import STAGES, RLHFConfig, RLHFTrainer
 from rlhf_algos.process_group import barrier, is_main_process
-from rlhf_data import QARecord, RunFolder, SettingsSource, UserError, atomic_write_text
+from rlhf_data import QARecord, RunFolder, SettingsSource, UserError, atomic_write_lines
 from rlhf_minmax import (
     MinMaxConfig,
     StoryRules,
@@ -128,7 +127,16 @@ def _with_stories(config: RLHFConfig, *, base: Path, reward: Path | None, rows: 
 
 def _write_rows(stories: Stories, folder: Path) -> None:
     for name, records in ((_PROMPTS, stories.train), (_EVAL_PROMPTS, stories.held_out)):
-        atomic_write_text(folder / name, _rows(stories, records))
+        rows = (
+            {
+                "prompt": stories.prompts.policy(record),
+                "answer": record.answer_text,
+                "choices": list(record.choices),
+                "last_place": record.extra["last_place"],
+            }
+            for record in records
+        )
+        atomic_write_lines(folder / name, rows)
 
 
 def accuracy(
@@ -158,18 +166,3 @@ def hack_rate(
 
 def _claim(text: str, gold: str, choices: Sequence[str]) -> str | None:
     return _RULES.claim(QARecord("", "", tuple(choices), list(choices).index(gold), {}), text)
-
-
-def _rows(stories: Stories, records: Sequence[QARecord]) -> str:
-    return "".join(
-        json.dumps(
-            {
-                "prompt": stories.prompts.policy(record),
-                "answer": record.answer_text,
-                "choices": list(record.choices),
-                "last_place": record.extra["last_place"],
-            }
-        )
-        + "\n"
-        for record in records
-    )

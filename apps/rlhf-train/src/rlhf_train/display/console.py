@@ -47,11 +47,10 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 def device_table(rows: Sequence[dict[str, str]]) -> Table:
     """Devices of all models."""
-    table = Table(title="Device plan", title_justify="left", box=box.ROUNDED)
-    for name in ("role", "device", "dtype", "reason"):
-        table.add_column(name)
+    names = ("role", "device", "dtype", "reason")
+    table = Table(*names, title="Device plan", title_justify="left", box=box.ROUNDED)
     for row in rows:
-        table.add_row(*(row[str(column.header)] for column in table.columns))
+        table.add_row(*(row[name] for name in names))
     return table
 
 

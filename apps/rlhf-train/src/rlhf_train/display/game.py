@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_algos import StepReport
@@ -155,9 +155,8 @@ class ConsoleEvents(Events):
     def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
         """The table of the three columns, some exchanges, the time, and where everything lies."""
         columns = [(title, results[block]) for block, title in _BLOCKS.items() if results.get(block)]
-        table = _table("Held-out stories, greedy", "", *(title for title, _ in columns))
-        for column in table.columns[1:]:
-            column.justify = "right"
+        titles = [Column(title, justify="right") for title, _ in columns]
+        table = Table("", *titles, title="Held-out stories, greedy", title_justify="left", box=box.ROUNDED)
         for label, key in _ROWS:
             table.add_row(label, *(_number(block.get(key)) for _, block in columns))
         self.console.print(table)
@@ -236,18 +235,10 @@ class _Stage:
     def renderable(self, step: int, total: int, shown: dict[str, str]) -> Group:
         """The bar, and the metrics under it."""
         self._progress.update(self._task, total=total, completed=step, elapsed=_seconds(self.seconds))
-        table = Table(box=None, padding=(0, 2), header_style="dim")
-        for label in shown:
-            table.add_column(label, justify="right")
+        labels = (Column(label, justify="right") for label in shown)
+        table = Table(*labels, box=None, padding=(0, 2), header_style="dim")
         table.add_row(*shown.values())
         return Group(self._progress, table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for column in columns:
-        table.add_column(column)
-    return table
 
 
 def _exchange(row: dict[str, Any], *, with_story: bool) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_algos import StepReport
@@ -99,10 +99,8 @@ class TrainingDisplay:
         columns = [(name, results[name]) for name in ("before", "after") if results.get(name)]
         if not columns:
             return
-        table = Table(title=title, title_justify="left", box=box.ROUNDED)
-        table.add_column("")
-        for name, _ in columns:
-            table.add_column({"before": "start", "after": "end"}[name], justify="right")
+        heads = [Column({"before": "start", "after": "end"}[name], justify="right") for name, _ in columns]
+        table = Table("", *heads, title=title, title_justify="left", box=box.ROUNDED)
         for key in columns[-1][1]:
             table.add_row(key.removeprefix("eval_"), *(_number(block.get(key)) for _, block in columns))
         self.console.print(table)
