@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import shutil
 import signal
@@ -18,7 +17,6 @@ from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import RunFolder, UserError, alone_in, load_config_file, newest_unfinished
 from rlhf_train.options import NEWEST, flag_of
 
-_LOG = logging.getLogger(__name__)
 ROOT = "outputs"
 _CONFIG = "config.json"
 _FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl", "workers.jsonl", "rollouts.ledger")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from rlhf_data.records.steps import StepExample, StepPair
 from rlhf_data.streaming.read_ahead import read_ahead
 from rlhf_data.streaming.records import RecordSource, RecordStream, first_records
 
-_LOG = logging.getLogger(__name__)
 _SHOWN = 5
 _TRIED = 64
 """Records of which one is encoded at the start, so that a tokenizer that does not fit is noticed at once."""

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_algos import (
+    BaseTrainer,
     LabelledSequence,
     PreferencePair,
     RewardConfig,
@@ -286,8 +288,8 @@ class DemoBuilder:
 
     def _train(
         self,
-        trainer: Any,
-        model: Any,
+        trainer: type[BaseTrainer[Any]],
+        model: nn.Module,
         stage: str,
         examples: list[Any],
         config: type[TrainerConfig],

@@ -79,6 +79,8 @@ def validates(rules: TextRules) -> bool:
 class UserRules(TextRules):
     """A user's rules, whose errors and wrong results become one sentence that names the row.
 
+    All methods of `TextRules` ask the user's; they are put in place below, by what they may return.
+
     Args:
         own: the user's.
         named: what the settings call them.
@@ -87,13 +89,14 @@ class UserRules(TextRules):
     def __init__(self, own: TextRules, named: str) -> None:
         self.own, self.named = own, named
 
-    def _asked(self, method: str, *arguments: Any) -> Any:
-        """What a method of the user's returns; the record it is asked about is the first argument, if any."""
-        where, about = f"data.rules {self.named}: {method}", arguments[0]
-        if isinstance(about, QARecord) and about.where:
-            where += f", of {about.where},"
+    def _asked(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What a method of the user's returns; a record that it is asked about is its first argument."""
+        where = f"data.rules {self.named}: {method}"
+        record = named.get("record", next(iter(arguments), None))
+        if isinstance(record, QARecord) and record.where:
+            where += f", of {record.where},"
         try:
-            found = getattr(self.own, method)(*arguments)
+            found = getattr(self.own, method)(*arguments, **named)
         except (Exception, SystemExit) as error:  # code of the user's, which fails as it likes
             unmade = isinstance(error, AttributeError)
             hint = ", and call super().__init__ in an __init__ of your own" if unmade else ""
@@ -111,19 +114,6 @@ class UserRules(TextRules):
                 f"{where} returned {found!r}, expected {expected}; fix it", code="rules_failed", method=method
             )
         return found
-
-    sentences = partialmethod(_asked, "sentences")
-    claim = partialmethod(_asked, "claim")
-    correct_evidence = partialmethod(_asked, "correct_evidence")
-    evidence_on = partialmethod(_asked, "evidence_on")
-    possible_evidence = partialmethod(_asked, "possible_evidence")
-    evidence_holds = partialmethod(_asked, "evidence_holds")
-    rival = partialmethod(_asked, "rival")
-    rival_evidence = partialmethod(_asked, "rival_evidence")
-    appeal = partialmethod(_asked, "appeal")
-    is_hack = partialmethod(_asked, "is_hack")
-    supports = partialmethod(_asked, "supports")
-    refutes = partialmethod(_asked, "refutes")
 
 
 _TEXT, _FLAG = (str, type(None)), (bool, type(None))
@@ -149,6 +139,8 @@ _RETURNS: dict[str, tuple[type, ...]] = {
     "refutes": (bool,),
 }
 """What each method may return."""
+for _method in _RETURNS:
+    setattr(UserRules, _method, partialmethod(UserRules._asked, _method))
 _REFUTED = 32
 """About how many records `refutes` is asked about before a run."""
 _ALIKE = 0.8

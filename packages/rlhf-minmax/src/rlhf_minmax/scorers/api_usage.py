@@ -11,7 +11,7 @@ from rlhf_infer import APIJudge, APIUsage
 from rlhf_minmax.scorers.distributed import ScoredByFirst, ScoredInParts
 
 
-def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any]]:
+def api_usage(judge: object, held_out_judge: object = None) -> dict[str, dict[str, Any]]:
     """Requests and tokens of all processes since they started; every process must call it.
 
     `judge` and `held_out_judge` are as `shared_out` returns them; None if there is none.
@@ -34,7 +34,7 @@ def total_usage(parts: Sequence[APIUsage]) -> APIUsage:
     return APIUsage(**sums, cost=sum(costs) if len(costs) == len(parts) else None)
 
 
-def _api_judge(judge: Any) -> APIJudge | None:
+def _api_judge(judge: object) -> APIJudge | None:
     """The judge behind an API that processes share, or that a single one has; None for another kind."""
     if isinstance(judge, ScoredByFirst | ScoredInParts):
         judge = judge.scorer

@@ -92,14 +92,14 @@ class ScoredByFirst:
         return torch.tensor(broadcast(scores))
 
 
-def model_of(scorer: Any) -> ScalarModel | SharedScorer | PromptedJudge | None:
+def model_of(scorer: object) -> ScalarModel | SharedScorer | PromptedJudge | None:
     """What runs a scorer's model on this machine; None of a scorer without one."""
     while isinstance(scorer, ChatReward | HeadJudge):
         scorer = scorer.model
     return scorer if isinstance(scorer, ScalarModel | SharedScorer | PromptedJudge) else None
 
 
-def sharded_modules(scorers: Sequence[Any]) -> tuple[list[nn.Module], list[nn.Module]]:
+def sharded_modules(scorers: Sequence[object]) -> tuple[list[nn.Module], list[nn.Module]]:
     """The models of scorers that have their own, and the heads of those on a player's backbone."""
     found = [model for scorer in scorers if (model := model_of(scorer)) is not None]
     heads: list[nn.Module] = [head_of(each.model.model) for each in found if isinstance(each, SharedScorer)]

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError
 from rlhf_models.loading.reading import cached_first, quiet_transformers
-from rlhf_models.loading.sources import READ_UP_TO, weight_files
+from rlhf_models.loading.sources import READ_UP_TO, cached_folder, weight_files
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that are numbers as they are; of others they need scales."""
@@ -131,13 +129,8 @@ def _other_types(name_or_path: str | Path) -> tuple[dict[str, str], dict[str, li
 
 def _folder(name_or_path: str | Path) -> Path:
     """A model's folder, for a name on the hub that in the local cache."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    try:
-        cached = try_to_load_from_cache(str(name_or_path), "config.json")
-    except HFValidationError:
-        cached = None
-    return Path(cached).parent if isinstance(cached, str) else Path(name_or_path)
+    folder = Path(name_or_path)
+    return folder if folder.is_dir() else cached_folder(str(name_or_path)) or folder
 
 
 def _parameters_among(

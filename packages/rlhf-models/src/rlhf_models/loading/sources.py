@@ -163,19 +163,24 @@ def check_available(name_or_path: str | Path) -> None:
     Raises:
         UserError: it is none of them, or the hub cannot be reached.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     check_not_a_missing_path(name_or_path)
     name = str(name_or_path)
     if not name or os.path.exists(name):  # what no name is, is said where it is used
         return
+    if cached_folder(name) is None:
+        check_on_hub(name)
+
+
+def cached_folder(name: str) -> Path | None:
+    """The folder that a model of the hub has in the local cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # no name that a model of the hub can have
-        cached = None
-    if not isinstance(cached, str):
-        check_on_hub(name)
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 @functools.cache
