@@ -195,7 +195,7 @@ def _arms(methods: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
         _check_setting(methods, setting)
     found = []
     for method in methods:
-        own = [_without(method, each) for each in overrides if _is_for(method, methods, each)]
+        own = [each.removeprefix(f"{method}.") for each in overrides if _is_for(method, methods, each)]
         axes = [[(key, value) for value in values] for key, values in swept.get(method, {}).items()]
         for key in swept.get(method, {}):
             if any(each.partition("=")[0] == key for each in own):
@@ -248,7 +248,3 @@ def _is_for(method: str, methods: Sequence[str], override: str) -> bool:
     """Whether a setting is for a method: `KEY=VALUE` is for all, `METHOD.KEY=VALUE` for one."""
     first = override.partition("=")[0].partition(".")[0]
     return first == method or first not in methods
-
-
-def _without(method: str, override: str) -> str:
-    return override.removeprefix(f"{method}.")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import UserError
 from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.rules import is_tie
-from rlhf_data.preprocessing.similarity import completion_similarity, count_words
+from rlhf_data.preprocessing.similarity import completion_similarity, count_words, longest_words
 from rlhf_data.readers.files import row_parser, scan_rows
 from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.locations import data_files
 from rlhf_data.records.encode import Encoder
 from rlhf_data.records.forms import FORMS
-from rlhf_data.records.kind import Record, Text
+from rlhf_data.records.kind import Record
 from rlhf_data.records.preference import PreferenceRecord
 from rlhf_data.records.row import Row
 from rlhf_data.records.truncation import shorten_prompt, token_borders
@@ -170,7 +169,6 @@ class Finisher:
     def __init__(self, config: PreprocessConfig, tokenizer: Any = None) -> None:
         self.config = config
         self.encoder = None if tokenizer is None else Encoder(tokenizer)
-        self.borders = token_borders(tokenizer)
 
     def converted(self, record: Record) -> Record:
         """The record in the wanted form, with its margin."""
@@ -187,8 +185,7 @@ class Finisher:
         """Tokens or words of the longest sequence, and of the shortest completion (0 if there is none)."""
         prompt, completions = record.parts()
         if self.encoder is None:
-            counts = [count_words(completion) for completion in completions]
-            return count_words(prompt) + max(counts, default=0), min(counts, default=0)
+            return longest_words(prompt, completions), min(map(count_words, completions), default=0)
         if not completions:
             return self.encoder.lengths(prompt, (), record.template)[0], 0
         both, start = self.encoder.completions(prompt, completions, record.template)
@@ -200,11 +197,13 @@ class Finisher:
         if keep not in ("left", "middle") or limit is None:
             return None
         prompt, completions = record.parts()
-        length = partial(self._length, completions=completions, template=record.template)
-        shorter = shorten_prompt(prompt, lambda text: length(text) <= limit, keep=keep, borders=self.borders)
+        if self.encoder is not None:
+            shorter = self.encoder.shorten(prompt, completions, record.template, limit, keep)
+        else:
+            shorter = shorten_prompt(
+                prompt,
+                lambda text: longest_words(text, completions) <= limit,
+                keep=keep,
+                borders=token_borders(None),
+            )
         return None if shorter is None else record.with_prompt(shorter)
-
-    def _length(self, prompt: Text, completions: Sequence[Text], template: Any) -> int:
-        if self.encoder is None:
-            return count_words(prompt) + max(map(count_words, completions), default=0)
-        return max(self.encoder.lengths(prompt, completions, template))

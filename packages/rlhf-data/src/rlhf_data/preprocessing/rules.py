@@ -11,9 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_data.errors import UserError
-from rlhf_data.preprocessing.similarity import completion_similarity, count_words
+from rlhf_data.preprocessing.similarity import completion_similarity, longest_words
 from rlhf_data.preprocessing.splits import quantile_bins, split_groups
-from rlhf_data.records.kind import Record
 from rlhf_data.records.preference import PreferenceRecord
 
 Ties = Literal["keep", "drop", "margin0"]
@@ -26,12 +25,6 @@ def content_hash(*values: Any) -> int:
     """A 64-bit hash of values that JSON can write, the same in every process."""
     text = _as_json(values)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _word_count(record: Record) -> int:
-    """Words of a record's prompt and of the longest completion."""
-    prompt, completions = record.parts()
-    return count_words(prompt) + max(map(count_words, completions), default=0)
 
 
 def is_tie(record: PreferenceRecord, similarity: float) -> bool:
@@ -91,7 +84,7 @@ def stratified_split(
     # A record without a completion, such as a whole text, is its own prompt.
     prompts = np.array([content_hash(prompt) for prompt, _ in parts], np.uint64)
     hashes = np.array([content_hash(prompt, completions) for prompt, completions in parts], np.uint64)
-    bins, _ = quantile_bins(np.array([_word_count(record) for record in records], np.int64), strata)
+    bins, _ = quantile_bins(np.array([longest_words(*each) for each in parts], np.int64), strata)
     held_out = split_groups(prompts, bins, fraction, hashes, seed).held_out
     sides: tuple[list[Any], list[Any]] = ([], [])
     for record, side in zip(records, held_out.tolist(), strict=True):

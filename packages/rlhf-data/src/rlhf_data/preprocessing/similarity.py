@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from rlhf_data.records.kind import Text, turns
 
@@ -18,6 +19,11 @@ def said(text: Text) -> list[str]:
 def count_words(text: Text) -> int:
     """Words of a text or of its messages."""
     return sum(len(part.split()) for part in said(text))
+
+
+def longest_words(prompt: Text, completions: Iterable[Text]) -> int:
+    """Words of a prompt and of the longest completion."""
+    return count_words(prompt) + max(map(count_words, completions), default=0)
 
 
 def folded(text: Text) -> str:
