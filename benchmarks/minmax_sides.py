@@ -27,7 +27,7 @@ from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.players.players import load_players
-from rlhf_minmax.scorers.loading import load_judge, load_reward_model
+from rlhf_minmax.scorers.loading import ScorerLoader
 from rlhf_models import (
     DeviceManager,
     RewardModel,
@@ -128,8 +128,8 @@ def our_trainer(task: Task, config: MinMaxConfig, stories: Stories, clock: Clock
     if task.settings["scorers"] == "adapters":
         config = with_adapters_for_scorers(task)
     if task.settings["scorers"] != "none":
-        reward = load_reward_model(config, None, devices, players)
-        judge = load_judge(config, None, devices, stories.prompts, players)
+        reward = ScorerLoader(config, None, devices, players).reward_model()
+        judge = ScorerLoader(config, None, devices, players).judge(stories.prompts)
     pipeline = MinMaxPipeline(players, reward, judge, stories.prompts, config)
     return MinMaxTrainer(pipeline, config, stories.train)
 

@@ -87,7 +87,7 @@ def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[...
     from rlhf_minmax.demo.builder import demo_models
     from rlhf_minmax.game.stories import load_stories
     from rlhf_minmax.players.players import load_players
-    from rlhf_minmax.scorers.loading import load_judge, load_reward_model
+    from rlhf_minmax.scorers.loading import ScorerLoader
     from rlhf_models import DeviceManager
 
     def make(*overrides: str) -> tuple[Any, Any]:
@@ -103,8 +103,8 @@ def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[...
         )
         pipeline = MinMaxPipeline(
             load_players(config, str(demo.base), devices),
-            load_reward_model(config, demo, devices),
-            load_judge(config, demo, devices, stories.prompts),
+            ScorerLoader(config, demo, devices).reward_model(),
+            ScorerLoader(config, demo, devices).judge(stories.prompts),
             stories.prompts,
             config,
         )

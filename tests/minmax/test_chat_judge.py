@@ -15,7 +15,7 @@ from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
-from rlhf_minmax.scorers.loading import load_held_out, load_judge
+from rlhf_minmax.scorers.loading import ScorerLoader
 from rlhf_models import DeviceManager
 
 TINY = ("data.train_stories=6", "data.eval_stories=4", "demo.num_stories=6")
@@ -41,14 +41,14 @@ def make(folder: Path, *overrides: str, section: str = "judge_model") -> MinMaxC
 def test_null_goes_by_the_template_of_the_judge(folders: dict[str, Path]) -> None:
     def chats(name: str, *overrides: str) -> bool:
         config = make(folders[name], *overrides)
-        judge = load_judge(config, None, DeviceManager(), load_stories(config).prompts)
+        judge = ScorerLoader(config, None, DeviceManager()).judge(load_stories(config).prompts)
         assert isinstance(judge, PromptedJudge)
         return judge.chat
 
     assert chats("chat") and chats("chat", "chat=true") and not chats("chat", "chat=false")
     assert not chats("plain") and not chats("plain", "chat=false")
     config = make(folders["chat"], section="held_out.judge")
-    held_out = load_held_out(config, None, DeviceManager(), load_stories(config).prompts).judge
+    held_out = ScorerLoader(config, None, DeviceManager()).held_out(load_stories(config).prompts).judge
     assert isinstance(held_out, PromptedJudge) and held_out.chat
 
 

@@ -16,7 +16,7 @@ from rlhf_minmax.config.scorers import RewardModelConfig
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
 from rlhf_minmax.scorers.chat_reward import ChatReward, as_chat, reads_chat
-from rlhf_minmax.scorers.loading import load_held_out, load_reward_model
+from rlhf_minmax.scorers.loading import ScorerLoader
 from rlhf_models import DeviceManager, RewardModel
 
 PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]
@@ -73,7 +73,7 @@ def test_who_reads_chats(chat_tokenizer: Any, byte_tokenizer: Any) -> None:
 
 def test_a_run_loads_them_so(folders: dict[str, Path]) -> None:
     def loaded(*arguments: str) -> type:
-        return type(load_reward_model(make(folders, *arguments), None, DeviceManager()))
+        return type(ScorerLoader(make(folders, *arguments), None, DeviceManager()).reward_model())
 
     assert loaded("chat") is ChatReward
     assert loaded("chat", "policy_model.chat=false") is RewardModel
@@ -81,7 +81,7 @@ def test_a_run_loads_them_so(folders: dict[str, Path]) -> None:
     assert loaded("chat", "reward_model.chat=false") is RewardModel
     assert loaded("plain") is RewardModel
     config = make(folders, "plain", f"held_out.reward_model.model_name={folders['chat']}")
-    held_out = load_held_out(config, None, DeviceManager(), load_stories(config).prompts)
+    held_out = ScorerLoader(config, None, DeviceManager()).held_out(load_stories(config).prompts)
     assert isinstance(held_out.reward_model, ChatReward)
 
 

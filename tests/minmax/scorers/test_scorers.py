@@ -27,7 +27,7 @@ from rlhf_minmax.run.checks import check_run, inspect_models
 from rlhf_minmax.run.dry_run import plan_run
 from rlhf_minmax.run.memory import estimate_memory
 from rlhf_minmax.scorers.held_out import held_out_metrics, measure_held_out_scales
-from rlhf_minmax.scorers.loading import HeldOut, check_scorers, load_held_out, load_judge, needs_demo
+from rlhf_minmax.scorers.loading import HeldOut, ScorerLoader, check_scorers, needs_demo
 from rlhf_models import DeviceManager, RewardModel
 
 API = ("judge_model.kind=api", "judge_model.model_name=m", "judge_model.base_url=http://127.0.0.1:1/v1")
@@ -107,10 +107,10 @@ def test_a_written_config_can_be_read_back() -> None:
 def test_a_judge_behind_an_api(api: str, tmp_path: Path) -> None:
     config = make(*API[:2], f"judge_model.base_url={api}", "judge_model.template='{answer}'")
     prompts = load_stories(config).prompts
-    judge = load_judge(config, None, DeviceManager(), prompts)
+    judge = ScorerLoader(config, None, DeviceManager()).judge(prompts)
     assert isinstance(judge, APIJudge) and judge.template == "{answer}"
     assert judge.score(["q"], ["a"], [None]).tolist() == [pytest.approx(0.75)]
-    again = load_judge(config, None, DeviceManager(), prompts)
+    again = ScorerLoader(config, None, DeviceManager()).judge(prompts)
     assert isinstance(again, APIJudge) and again.score(["q2"], ["a"], ["c"]).tolist() == [pytest.approx(0.75)]
     assert again.usage.cached == 1 and (tmp_path / "cache/rlhf/judge/judge.sqlite3").is_file()
 
@@ -122,7 +122,7 @@ def test_a_prompted_judge_takes_a_template(tmp_path: Path, byte_tokenizer: Any) 
     byte_tokenizer.save_pretrained(tmp_path / "judge")
     name = f"judge_model.model_name={tmp_path / 'judge'}"
     config = make("judge_model.kind=prompted", name, "judge_model.template='{answer}{critique}'")
-    judge = load_judge(config, None, DeviceManager(), load_stories(config).prompts)
+    judge = ScorerLoader(config, None, DeviceManager()).judge(load_stories(config).prompts)
     assert isinstance(judge, PromptedJudge) and judge.template == "{answer}{critique}"
 
 
@@ -244,7 +244,7 @@ def test_held_out_scorers_of_the_demonstration(demo_cache: Path, make_config: Ca
     demo = with_held_out_reward(
         demo, *arguments, seed=config.seed, progress=lambda stage, *_: stages.append(stage)
     )
-    held_out = load_held_out(config, demo, devices, stories.prompts)
+    held_out = ScorerLoader(config, demo, devices).held_out(stories.prompts)
     assert isinstance(held_out.judge, RuleJudge) and isinstance(held_out.reward_model, RewardModel)
     assert stages == ["reward model"] * config.demo.reward_steps
     prompts = [stories.prompts.policy(record) for record in stories.held_out]
@@ -253,7 +253,7 @@ def test_held_out_scorers_of_the_demonstration(demo_cache: Path, make_config: Ca
     assert not torch.allclose(held_out.reward_model.score(prompts, answers), own, atol=1e-3)
     stages.clear()
     assert with_held_out_reward(demo, *arguments, seed=config.seed) == demo and not stages
-    nothing = load_held_out(make_config(), demo, devices, stories.prompts)
+    nothing = ScorerLoader(make_config(), demo, devices).held_out(stories.prompts)
     assert nothing == HeldOut(None, None)
 
 

@@ -19,7 +19,7 @@ from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.players.players import load_players
 from rlhf_minmax.run.checks import check_run
 from rlhf_minmax.run.dry_run import plan_run
-from rlhf_minmax.scorers.loading import HeadJudge, load_held_out, load_judge, load_reward_model, scorer_hosts
+from rlhf_minmax.scorers.loading import HeadJudge, ScorerLoader, scorer_hosts
 from rlhf_minmax.scorers.shared_trunk import SharedScorer
 from rlhf_models import DeviceManager, JudgeModel, LoraSettings, RewardModel, load_causal_lm, tiny_model
 from small_game import SIZES, STORIES
@@ -103,8 +103,8 @@ def altered(values: dict[str, Any], **sections: dict[str, Any]) -> MinMaxConfig:
 def game(config: MinMaxConfig) -> tuple[MinMaxPipeline, Stories]:
     devices, stories = DeviceManager({}), load_stories(config)
     players = load_players(config, None, devices)
-    reward = load_reward_model(config, None, devices, players)
-    judge = load_judge(config, None, devices, stories.prompts, players)
+    reward = ScorerLoader(config, None, devices, players).reward_model()
+    judge = ScorerLoader(config, None, devices, players).judge(stories.prompts)
     return MinMaxPipeline(players, reward, judge, stories.prompts, config, w_judge=1.5), stories
 
 
@@ -190,8 +190,8 @@ def test_players_do_not_notice_adapters_beside_theirs(scorers: dict[str, Any]) -
     crowded, _ = game(apart)
     devices, state = DeviceManager({}), torch.get_rng_state()
     beside = MinMaxConfig.from_dict(scorers)
-    reward = load_reward_model(beside, None, devices, crowded.players)
-    load_judge(beside, None, devices, stories.prompts, crowded.players)
+    reward = ScorerLoader(beside, None, devices, crowded.players).reward_model()
+    ScorerLoader(beside, None, devices, crowded.players).judge(stories.prompts)
     assert torch.equal(torch.get_rng_state(), state)
     kept = [parameter.clone() for parameter in adapter_parameters(crowded, "reward")]
     rows = []
@@ -244,7 +244,7 @@ def test_held_out_scorers_share_as_well(scorers: dict[str, Any], base: str, adap
     other["judge"] = {"model_name": str(adapter("other-judge", base, seed=8))}
     config = MinMaxConfig.from_dict(scorers | {"held_out": other})
     pipeline, stories = game(config)
-    held_out = load_held_out(config, None, DeviceManager({}), stories.prompts, pipeline.players)
+    held_out = ScorerLoader(config, None, DeviceManager({}), pipeline.players).held_out(stories.prompts)
     assert shared(held_out.reward_model).adapter == "held_out_reward"
     assert shared(held_out.judge).adapter == "held_out_judge"
     adapters = pipeline.players.policy.adapters

@@ -21,14 +21,7 @@ from rlhf_minmax.players.workers import GameWorkers
 from rlhf_minmax.run.distributed import check_built, plan_devices
 from rlhf_minmax.run.events import Events
 from rlhf_minmax.scorers.distributed import held_out_together, sharded_modules, shared_out
-from rlhf_minmax.scorers.loading import (
-    HeldOut,
-    load_held_out,
-    load_judge,
-    load_reward_model,
-    needs_demo,
-    needs_held_out_reward,
-)
+from rlhf_minmax.scorers.loading import HeldOut, ScorerLoader, needs_demo, needs_held_out_reward
 from rlhf_models import DeviceManager
 
 _WITHOUT_MODEL = ("rule", "validator")
@@ -72,9 +65,9 @@ def build_game(
         init_process_group()
     players = load_players(config, str(demo.base) if demo else None, devices, sharded=sharded)
     few_threads_for_a_small_model(players.policy.model)
-    reward = load_reward_model(config, demo, devices, players, sharded=sharded)
-    judge = load_judge(config, demo, devices, stories.prompts, players, sharded=sharded)
-    held_out = load_held_out(config, demo, devices, stories.prompts, players, sharded=sharded)
+    loader = ScorerLoader(config, demo, devices, players, sharded)
+    reward, judge = loader.reward_model(), loader.judge(stories.prompts)
+    held_out = loader.held_out(stories.prompts)
     shared = None
     if config.training.is_sharded:
         scorers = (reward, judge, held_out.reward_model, held_out.judge)

@@ -63,64 +63,6 @@ class HeldOut:
     judge_scale: Scale = field(default_factory=Scale)
 
 
-def load_reward_model(
-    config: MinMaxConfig,
-    demo: DemoModels | None,
-    devices: DeviceManager,
-    players: Players | None = None,
-    *,
-    sharded: bool = False,
-) -> Scorer:
-    """The configured reward model, or the demonstration's.
-
-    Args:
-        config: the run's settings.
-        demo: the demonstration's models.
-        devices: which role runs where.
-        players: on whose backbone it may be an adapter, see `scorer_host`; None gives it a separate model.
-        sharded: see `load_causal_lm`.
-    """
-    return _Loader(config, demo, devices, players, sharded).reward_model("reward", demo and demo.reward)
-
-
-def load_judge(
-    config: MinMaxConfig,
-    demo: DemoModels | None,
-    devices: DeviceManager,
-    prompts: Prompts,
-    players: Players | None = None,
-    *,
-    sharded: bool = False,
-) -> Judge | Validator:
-    """The configured judge, or the demonstration's; of the `prompts` a judge with a head is asked.
-
-    The other arguments are those of `load_reward_model`.
-    """
-    return _Loader(config, demo, devices, players, sharded).judge("judge", config.judge_model, prompts)
-
-
-def load_held_out(
-    config: MinMaxConfig,
-    demo: DemoModels | None,
-    devices: DeviceManager,
-    prompts: Prompts,
-    players: Players | None = None,
-    *,
-    sharded: bool = False,
-) -> HeldOut:
-    """The configured held-out scorers, on the devices of those that train.
-
-    The arguments are those of `load_judge`; `demo` is from `with_held_out_reward` if `needs_held_out_reward`.
-    """
-    check_scorers(config)
-    reward, judge = config.held_out.reward_model, config.held_out.judge
-    loader = _Loader(config, demo, devices, players, sharded)
-    return HeldOut(
-        None if reward is None else loader.reward_model("held-out reward", demo and demo.held_out_reward),
-        None if judge is None else loader.judge("held-out judge", judge, prompts),
-    )
-
-
 def check_scorers(config: MinMaxConfig) -> None:
     """Refuse held-out scorers that train, and judges behind an API whose key is missing."""
     reward, judge = config.held_out.reward_model, config.held_out.judge
@@ -187,21 +129,48 @@ def needs_held_out_reward(config: MinMaxConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class _Loader:
-    """Loads scorers by role; see `load_reward_model`."""
+class ScorerLoader:
+    """Loads the scorers of a run; the held-out ones on the devices of those that train.
+
+    Args:
+        config: the run's settings.
+        demo: the demonstration's models, from `with_held_out_reward` if `needs_held_out_reward`.
+        devices: which role runs where.
+        players: on whose backbone a scorer may be an adapter, see `scorer_host`; None gives each a separate
+            model.
+        sharded: see `load_causal_lm`.
+    """
 
     config: MinMaxConfig
     demo: DemoModels | None
     devices: DeviceManager
-    players: Players | None
-    sharded: bool
+    players: Players | None = None
+    sharded: bool = False
 
-    def reward_model(self, role: str, built: Path | None) -> Scorer:
+    def reward_model(self) -> Scorer:
+        """The configured reward model, or the demonstration's."""
+        return self._reward_model("reward", self.demo and self.demo.reward)
+
+    def judge(self, prompts: Prompts) -> Judge | Validator:
+        """The configured judge, or the demonstration's; of the `prompts` a judge with a head is asked."""
+        return self._judge("judge", self.config.judge_model, prompts)
+
+    def held_out(self, prompts: Prompts) -> HeldOut:
+        """The configured held-out scorers; `prompts` as for `judge`."""
+        check_scorers(self.config)
+        reward, judge = self.config.held_out.reward_model, self.config.held_out.judge
+        built = self.demo and self.demo.held_out_reward
+        return HeldOut(
+            None if reward is None else self._reward_model("held-out reward", built),
+            None if judge is None else self._judge("held-out judge", judge, prompts),
+        )
+
+    def _reward_model(self, role: str, built: Path | None) -> Scorer:
         section = scorer_sections(self.config)[role]
         assert isinstance(section, RewardModelConfig), f"{role} is not a reward model"
         return reading(self._classifier(RewardModel, role, built), section, self.config)
 
-    def judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge | Validator:
+    def _judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge | Validator:
         budget = self.config.training.max_tokens_per_batch
         if judge.kind == "rule":
             return RuleJudge()
