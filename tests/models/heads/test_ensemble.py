@@ -11,7 +11,14 @@ from transformers import AutoModelForSequenceClassification
 from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
-from rlhf_models import LoraSettings, RewardEnsemble, RewardModel, aggregate_scores, load_causal_lm
+from rlhf_models import (
+    LoraSettings,
+    RewardEnsemble,
+    RewardModel,
+    aggregate_scores,
+    build_tiny_llama,
+    load_causal_lm,
+)
 
 PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]
 COMPLETIONS = [" it is kitchen .", " it is garden", " shed"]
@@ -212,3 +219,15 @@ def test_independent_members_do_not_start_from_one_head(tiny_model_folder, byte_
     )
     with raises_error("equal_members"):
         RewardEnsemble.from_language_model(tmp_path / "rm", size=2, kind="independent")
+
+
+@pytest.mark.parametrize("kind", ["heads", "independent"])
+def test_weights_of_another_size_are_refused(kind, byte_tokenizer, tmp_path):
+    vocab_size = len(byte_tokenizer)
+    bases = [
+        build_tiny_llama(vocab_size, eos_token_id=1, pad_token_id=0, hidden_size=size) for size in (32, 64)
+    ]
+    one, other = (RewardEnsemble.from_backbone(base, byte_tokenizer, size=2, kind=kind) for base in bases)
+    other.save_pretrained(tmp_path / "other")
+    with raises_error("weights_do_not_fit"):
+        one.load_weights(tmp_path / "other")

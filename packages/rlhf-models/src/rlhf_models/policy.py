@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_data import PackedBatch, TokenSequence, UserError, atomic_folder, pack
+from rlhf_data import PackedBatch, TokenSequence, atomic_folder, pack
 from rlhf_models.adapters.files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.language_model.dropout import evaluating
 from rlhf_models.language_model.head import TokenLogps
 from rlhf_models.language_model.logps import token_logps
 from rlhf_models.loading.checkpointing import recompute_layers
-from rlhf_models.loading.fits import check_tokenizer_fits
+from rlhf_models.loading.fits import check_tokenizer_fits, load_fitting_state
 from rlhf_models.loading.pretrained import load_causal_lm, save_model
 from rlhf_models.loading.tokenizers import load_tokenizer
 
@@ -194,10 +194,7 @@ class PolicyModel(nn.Module):
             self.adapters.load(self.adapter, folder)
             return
         saved = load_causal_lm(folder, dtype=self.model.dtype)
-        try:
-            self.model.load_state_dict(saved.state_dict())
-        except RuntimeError as error:
-            raise UserError(f"the weights of {folder} do not fit this policy: {error}") from error
+        load_fitting_state(self.model, saved.state_dict(), folder)
 
     @classmethod
     def from_pretrained(

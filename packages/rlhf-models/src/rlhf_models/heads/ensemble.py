@@ -30,6 +30,7 @@ from rlhf_models.heads.ensemble_scores import EnsembleScores
 from rlhf_models.heads.reward import RewardModel, read_positions
 from rlhf_models.language_model.logps import hidden_states
 from rlhf_models.loading.checkpointing import recompute_layers
+from rlhf_models.loading.fits import load_fitting_state
 from rlhf_models.loading.pretrained import load_config
 
 EnsembleKind = Literal["independent", "adapters", "heads"]
@@ -315,7 +316,7 @@ class HeadEnsemble(RewardEnsemble):
             load_adapter_weights(self.model, folder)
         else:
             saved = type(self).load(Path(folder), self.size, base_model=None, dtype=self.model.dtype)
-            self.load_state_dict(saved.state_dict())
+            load_fitting_state(self, saved.state_dict(), folder)
 
 
 def _check(kind: str, size: int, lora: LoraSettings | None) -> None:

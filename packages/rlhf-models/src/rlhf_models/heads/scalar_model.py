@@ -24,7 +24,7 @@ from rlhf_models.heads.classifiers import (
 )
 from rlhf_models.language_model.logps import check_packing, hidden_states
 from rlhf_models.loading.checkpointing import recompute_layers
-from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits
+from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits, load_fitting_state
 from rlhf_models.loading.shards import ShardUnit
 
 
@@ -139,13 +139,7 @@ class HeadModel(ShardUnit, nn.Module):
             load_adapter_weights(self.model, folder)
             return
         saved = type(self).from_pretrained(folder, dtype=self.model.dtype)
-        try:
-            self.load_state_dict(saved.state_dict())
-        except RuntimeError as error:
-            raise UserError(
-                f"the weights of {folder} do not fit this {type(self).__name__}: {error}",
-                code="weights_do_not_fit",
-            ) from error
+        load_fitting_state(self, saved.state_dict(), folder)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs (...,) in fp32 for hidden states (..., hidden)."""

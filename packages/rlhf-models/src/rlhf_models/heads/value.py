@@ -92,5 +92,6 @@ class ValueHead(nn.Linear):
             self.load_state_dict(load_file(str(path)))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise UserError(
-                f"{path} does not hold this value head ({error}); resume with the same model"
+                f"{path} does not hold this value head ({error}); resume with the same model",
+                code="weights_do_not_fit",
             ) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -35,6 +37,27 @@ def check_files(name_or_path: str | Path) -> None:
     if known and Path(name_or_path).is_dir():
         model = read_model(AutoModelForCausalLM, name_or_path, device="meta")
         check_finite_files(name_or_path, model)
+
+
+def load_fitting_state(model: nn.Module, state: Mapping[str, Tensor], where: str | Path) -> None:
+    """Copy saved tensors into a model, parameters in place.
+
+    Args:
+        model: the model.
+        state: its tensors by name, as `state_dict` gives them.
+        where: what the message calls the place they come from.
+
+    Raises:
+        UserError: they are of another model.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise UserError(
+            f"the weights of {where} do not fit this {type(model).__name__} ({error}); take those of the "
+            "same model",
+            code="weights_do_not_fit",
+        ) from error
 
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
