@@ -25,7 +25,7 @@ class SamplingConfig(BaseConfig):
     """Maximum completion length in tokens; a completion that reaches it without an end token is truncated."""
     min_completion_length: int = Field(default=0, ge=0)
     """Minimum completion length in tokens."""
-    num_generations_eval: int = Field(default=1, ge=1)
+    num_generations_eval: int = Field(default=1, ge=1, le=65536)
     """Completions per prompt in evaluation."""
     eval_temperature: float | None = Field(default=None, ge=0)
     """Temperature in evaluation; 0 is greedy; null takes `temperature`."""
@@ -105,7 +105,7 @@ class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
     """Passes over the prompts; a fraction ends inside an epoch."""
     metric_for_best_model: str = "reward"
     """Evaluation metric that selects the best checkpoint, with or without `eval_` in front."""
-    num_generations: int = Field(default=8, ge=1)
+    num_generations: int = Field(default=8, ge=1, le=65536)
     """Completions per prompt."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward function; null: all 1."""
@@ -264,7 +264,7 @@ class PPOConfig(OnlineConfig):
 
     learning_rate: float = Field(default=3e-6, gt=0)
     """Peak learning rate of AdamW, of policy and value model."""
-    num_generations: int = Field(default=1, ge=1)
+    num_generations: int = Field(default=1, ge=1, le=65536)
     """Completions per prompt."""
     num_ppo_epochs: int = Field(default=4, ge=1)
     """Passes over each rollout."""

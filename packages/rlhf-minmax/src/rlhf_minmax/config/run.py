@@ -119,11 +119,11 @@ class MonitorConfig(PlayerConfig):
 class GameConfig(BaseConfig):
     """The rewards of the game and the policy-gradient step of both players."""
 
-    num_generations: int = Field(default=4, ge=2)
+    num_generations: int = Field(default=4, ge=2, le=4096)
     """Answers per story (N)."""
-    num_critiques: int = Field(default=4, ge=2)
+    num_critiques: int = Field(default=4, ge=2, le=4096)
     """Critiques per criticised answer (K) when the monitor learns."""
-    policy_critiques: int = Field(default=2, ge=0)
+    policy_critiques: int = Field(default=2, ge=0, le=4096)
     """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
     tampered_fraction: float = Field(default=0.5, ge=0, le=1)
     """Made-up answers, right and wrong, that the monitor also criticises, per story."""
