@@ -160,7 +160,10 @@ class TransformersEngine:
             UserError: a prompt is one of these.
         """
         known = self.model.get_input_embeddings().num_embeddings
-        lm = causal_lm(self.model)
+        # The longest one only: what a model's context is takes as long to find as all else here.
+        length, longest = max(((len(prompt), i) for i, prompt in enumerate(prompts)), default=(0, 0))
+        what = f"prompt {longest} of {length} tokens, with max_new_tokens {max_new_tokens},"
+        check_prompt_fits(causal_lm(self.model), length + max_new_tokens, what)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
@@ -171,8 +174,6 @@ class TransformersEngine:
                     "tokenizer the model's own?",
                     code="unknown_token",
                 )
-            what = f"prompt {i} of {len(prompt)} tokens, with max_new_tokens {max_new_tokens},"
-            check_prompt_fits(lm, len(prompt) + max_new_tokens, what)
             if len(prompt) + max_new_tokens > self.max_batch_tokens:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "

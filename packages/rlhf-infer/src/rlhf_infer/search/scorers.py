@@ -115,8 +115,8 @@ class ProcessScorer:
         return PathScores(values, tokens, sum(len(each.input_ids) for each in sequences))
 
     def _check(self, sequences: Sequence[TokenSequence]) -> None:
-        for each in sequences:
-            check_prompt_fits(self.model.model, len(each.input_ids), "a solution to be scored")
+        longest = max((len(each.input_ids) for each in sequences), default=0)
+        check_prompt_fits(self.model.model, longest, "a solution to be scored")
 
 
 class ValueScorer:
@@ -143,9 +143,10 @@ class ValueScorer:
         sequences = []
         for path in paths:
             ids = [*path.prompt_ids, *path.completion_ids]
-            check_prompt_fits(self.model.model, len(ids), "a path to be scored")
             # The value is that of the state in which the next token is chosen; which one comes is not read.
             sequences.append(TokenSequence([*ids, ids[-1]], len(ids)))
+        longest = max((each.score_from for each in sequences), default=0)
+        check_prompt_fits(self.model.model, longest, "a path to be scored")
         for batch in pack(sequences, self.max_tokens):
             tokens += batch.num_tokens
             found = self.model(batch.to(self.model.device)).tolist()

@@ -115,9 +115,12 @@ class ProcessRewardModel(HeadModel):
 
     @torch.no_grad()
     def _step_logits(self, examples: Sequence[StepExample], max_tokens: int | None) -> list[torch.Tensor]:
-        for example in examples:
-            check_prompt_fits(self.model, len(example.sequence.input_ids), "a solution to be scored")
-        sequences = [TokenSequence(e.sequence.input_ids, len(e.sequence.input_ids)) for e in examples]
+        lengths = [len(example.sequence.input_ids) for example in examples]
+        check_prompt_fits(self.model, max(lengths, default=0), "a solution to be scored")
+        sequences = [
+            TokenSequence(example.sequence.input_ids, length)
+            for example, length in zip(examples, lengths, strict=True)
+        ]
         logits: list[Any] = [None] * len(examples)
         for batch in pack(sequences, max_tokens):
             members = batch.sequence_ids.tolist()

@@ -168,8 +168,7 @@ def scores_of(
     """
     if not sequences:
         return torch.empty(0)
-    for ids in sequences:
-        check_prompt_fits(model, len(ids), what)
+    check_prompt_fits(model, max(map(len, sequences)), what)
     parts, order = [], []
     for batch in pack([TokenSequence(ids, len(ids)) for ids in sequences], max_tokens):
         parts.append(forward(batch.to(model.device)).cpu())
