@@ -31,7 +31,7 @@ from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
 from rlhf_algos.losses import LOSS_TYPES
 from rlhf_algos.online.rollouts import completion_text
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
-from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_data import PromptExample, RunFolder, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_models import LoraSettings, add_adapters, tiny_model
@@ -381,3 +381,12 @@ def test_rewards_read_the_space_between_prompt_and_completion():
     chat = PromptExample([{"role": "user", "content": "a cat"}], tuple(ids), {})
     assert completion_text(tokenizer, chat, drawn) == [{"role": "assistant", "content": "sats"}]
     assert completion_text(tokenizer, plain, Rollout(ids, sat[2:], [0.0], "stop")) == ""
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_the_value_model_has_dropout_only_if_it_is_wanted(disable: bool) -> None:
+    model = tiny_model("gpt2", vocab_size=len(TOKENIZER))  # the family's own dropout is 0.1
+    values = ppo(model, disable_dropout=disable).value_model.train()
+    (batch,) = pack([TokenSequence([5, 9, 14, 60], 1)])
+    with torch.no_grad():
+        assert torch.equal(values(batch), values(batch)) == disable

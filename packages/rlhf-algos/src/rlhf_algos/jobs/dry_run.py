@@ -23,7 +23,7 @@ from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_start, job_device, longest_sequence, lora_settings
-from rlhf_algos.jobs.online import check_parts
+from rlhf_algos.jobs.online import check_parts, check_value_model
 from rlhf_algos.jobs.tiny_models import (
     scratch_tokenizer,
     tiny_base,
@@ -103,6 +103,7 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
     max_length = longest_sequence(model.config, config.max_length, generates=generates)
+    check_value_model(config, tokenizer, max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
     global_batch_size = rows_per_step(config, machine.processes)
     per_epoch = math.ceil(len(train) / global_batch_size)

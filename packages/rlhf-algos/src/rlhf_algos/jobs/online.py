@@ -42,9 +42,11 @@ from rlhf_models import (
     brings_head,
     check_scoring_model,
     check_weights,
+    context_length,
     is_adapter,
     is_language_adapter,
     load_config,
+    load_tokenizer,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -67,20 +69,52 @@ def check_parts(config: JobConfig) -> None:
         require_ray(cluster)
     for spec in config.reward:
         if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
-            _check_model(spec, scores=True)
+            _check_model(spec)
         elif not spec.startswith(_HOLDS_MODELS):
             RewardFunctionFactory.from_spec(spec)
     if isinstance(config, PPOConfig) and config.value_model_path:
-        _check_model(config.value_model_path, scores=False)
+        _check_model(config.value_model_path)
 
 
-def _check_model(name: str, *, scores: bool) -> None:
-    """Refuse a model that is not there; with `scores` also a language model."""
+def check_value_model(config: JobConfig, tokenizer: Any, max_length: int | None) -> None:
+    """Refuse a `value_model_path` whose model reads other tokens than the policy's, or fewer.
+
+    Args:
+        config: the job's settings.
+        tokenizer: the policy's.
+        max_length: tokens that a prompt and its completion may have; None without a limit.
+    """
+    if not isinstance(config, PPOConfig) or not config.value_model_path:
+        return
+    name = model_folder(config.value_model_path)
+    base = adapter_base(name) if is_adapter(name) else name
+    own, special = load_tokenizer(name).get_vocab(), set(tokenizer.all_special_tokens)
+    ids = tokenizer.get_vocab()
+    if other := min((token for token in ids.keys() - special if own.get(token) != ids[token]), default=None):
+        raise UserError(
+            f"value_model_path {name} has another tokenizer than the policy: token {other!r} is "
+            f"{own.get(other, 'not in it')}, and {ids[other]} for the policy; name a model trained with the "
+            "policy's tokenizer, or leave it out to start from the policy",
+            code="other_tokenizer",
+            key="value_model_path",
+        )
+    context = context_length(load_config(base))
+    if context is not None and (max_length is None or context < max_length):
+        raise UserError(
+            f"value_model_path {name} reads {context} tokens, and a prompt with its completion may have "
+            f"{max_length or 'any number'}; set max_length={context} or less, or name another model",
+            code="context_too_short",
+            key="value_model_path",
+        )
+
+
+def _check_model(name: str) -> None:
+    """Refuse a model that is not there, or that has no scalar head."""
     name = model_folder(name)
     if (Path(name) / ENSEMBLE_FILE).is_file():
         return
     base = adapter_base(name) if is_adapter(name) else name
-    if scores and not (base != name and brings_head(name)):
+    if not (base != name and brings_head(name)):
         check_scoring_model(base)
     load_config(base)
     if base == name:

@@ -20,7 +20,7 @@ from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, tell_left_out, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
-from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
+from rlhf_algos.jobs.online import PREFLIGHT, check_value_model, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.online.base import OnlineTrainer
@@ -144,6 +144,7 @@ class TrainingJob(Job):
         few_threads_for_a_small_model(model)
         generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
         max_length = longest_sequence(model.config, config.max_length, generates=generates)
+        check_value_model(config, tokenizer, max_length)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
         trainer = method.trainer_class(
             model,

@@ -22,7 +22,7 @@ from rlhf_algos.online.importance_correction import sampling_correction, with_co
 from rlhf_algos.online.ppo_advantages import PPORewards, compute_token_advantages
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, spread
 from rlhf_data import PackedBatch, PromptExample
-from rlhf_models import ValueHead, ValueModel, is_deferred, recompute_layers
+from rlhf_models import ValueHead, ValueModel, disable_dropout, is_deferred, recompute_layers
 
 
 class PPOTrainer(OnlineTrainer):
@@ -58,6 +58,8 @@ class PPOTrainer(OnlineTrainer):
         **options: Any,
     ) -> None:
         self.value_model = value_model or start_value_model(model, tokenizer, config)
+        if config.disable_dropout:
+            disable_dropout(self.value_model)
         if config.gradient_checkpointing and isinstance(self.value_model, ValueModel):
             recompute_layers(self.value_model)
         start, target = config.kl_coef, config.kl_target
