@@ -77,6 +77,7 @@ def _message(values: dict) -> str:
         ({"seed": 13}, "seed 13 is unlucky; take another"),
         ({"seed": True}, "seed: true is not a number; give a number"),
         ({"limit": False}, "limit: false is not a number; give a number or null"),
+        ({"training": {"sizes": [1, True]}}, "training.sizes: true is not a number; give a number"),
     ],
 )
 def test_errors_name_key_value_and_expectation(values, message):

@@ -140,11 +140,15 @@ class BaseConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take `true` as 1."""
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and kinds <= {int, float, str, types.NoneType} and kinds & {int, float}:
+        """Pydantic would take `true` as 1, alone or in a list."""
+        kinds, items = _kinds(cls.model_fields[str(info.field_name)].annotation), [value]
+        if isinstance(value, list | tuple):
+            tuples = (kind for kind in kinds if typing.get_origin(kind) is tuple)
+            kinds, items = {item for kind in tuples for item in typing.get_args(kind)} - {...}, value
+        flags = [str(item).lower() for item in items if isinstance(item, bool)]
+        if flags and kinds <= {int, float, str, types.NoneType} and kinds & {int, float}:
             instead = "a number or null" if types.NoneType in kinds else "a number"
-            raise ValueError(f"{str(value).lower()} is not a number; give {instead}")
+            raise ValueError(f"{flags[0]} is not a number; give {instead}")
         return value
 
     @classmethod

@@ -127,6 +127,13 @@ class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
     def _one_weight(cls, value: object) -> object:
         return (value,) if isinstance(value, int | float) else value
 
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("an empty text stops nothing; leave it out")
+        return stop
+
     @model_validator(mode="after")
     def _can_speculate(self) -> Self:
         if self.speculation and self.use_vllm:

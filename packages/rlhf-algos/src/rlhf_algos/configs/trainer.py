@@ -185,6 +185,8 @@ class CapabilityConfig(BaseConfig):
     @field_validator("capability_suites")
     @classmethod
     def _absolute_files(cls, suites: tuple[str, ...]) -> tuple[str, ...]:
+        if not suites:
+            raise ValueError("name a suite, or leave out capability_steps for none")
         parts = (each.partition("=") for each in suites)
         return tuple(f"{name}={os.path.abspath(path)}" if path else name + sign for name, sign, path in parts)
 

@@ -71,6 +71,8 @@ class AdapterConfig(BaseConfig):
     def _one_layer(cls, value: object) -> object:
         if isinstance(value, str):
             return None if value == "all-linear" else (value,)
+        if value is not None and not value:
+            raise ValueError("name a layer, or give null for all but the head")
         return value
 
 
