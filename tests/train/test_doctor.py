@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from rlhf_train.commands.doctor import examine
+
 PROGRAM = Path(sys.executable).with_name("rlhf-train")
 
 
@@ -55,6 +57,23 @@ def test_what_would_end_a_run_is_a_problem(tmp_path: Path) -> None:
     wrong = found["requirements"]["found"]
     assert "torch" in wrong and "nowhere-at-all" in wrong and "other" not in wrong
     assert all(found[name]["advice"] for name in problems(found))
+
+
+def test_a_port_whose_last_server_has_just_ended_is_free() -> None:
+    """The side that closes first keeps the port in TIME_WAIT, which keeps no server from listening."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            assert client.recv(1) == b""
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    (finding,) = [each for each in examine(port) if each.name == f"port {port}"]
+    assert (finding.status, finding.found) == ("ok", "free")
 
 
 def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -240,10 +239,12 @@ def _open_files() -> Iterator[Finding]:
 
 def _port(port: int) -> Iterator[Finding]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As rlhf-serve binds it: a port in TIME_WAIT, whose last server has just ended, can be listened on.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             yield Finding(f"port {port}", "problem", reason, "choose another with rlhf-serve --port")
             return
-    yield Finding(f"port {port}", "ok", f"free on {sys.platform}")
+    yield Finding(f"port {port}", "ok", "free")
