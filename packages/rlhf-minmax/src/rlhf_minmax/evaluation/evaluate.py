@@ -172,7 +172,7 @@ def evaluate(
     own = greedy_exchanges(pipeline, records, greedy_answers(pipeline, records, policy))
     probe = probe_answers(pipeline, records)
     probed = pipeline.criticise(records, probe, 1, seed=0, greedy=True)
-    judged = pipeline.judge_scores(records, probe, probed)
+    probe_scores = pipeline.judge_scores(records, probe, probed)
     labels = torch.tensor([answer.correct for answer in probe])
     _, weighted = pipeline.violation(probed, labels)
     confirmed: Metrics = {}
@@ -189,7 +189,7 @@ def evaluate(
     return {
         **answer_metrics(own.answers, own.rewards),
         **verdict_metrics(probed, labels.tolist()),
-        **effect_metrics(judged, pipeline.bare_judge_scores(records, probe), labels),
+        **effect_metrics(probe_scores, pipeline.bare_judge_scores(records, probe), labels),
         "constraint/violation": float(weighted.mean()),
         **_value_metrics(own.rewards, own.judge_scores, own.combined),
         **confirmed,

@@ -15,6 +15,7 @@ from rlhf_data import QARecord
 from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.formats import Critique, parse_critique
+from rlhf_minmax.game import seeds
 from rlhf_minmax.game.prompts import Prompts, prompt_ids, verdict_probability
 from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.game.stopwatch import Stopwatch
@@ -24,9 +25,6 @@ from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_minmax.players.workers import GameWorkers
 from rlhf_minmax.truthfulness import mean_violation, violations, weighted_violations
 from rlhf_models import PolicyModel
-
-_SEEDS_PER_PASS = 10
-"""Answers and critiques of a pass have separate seeds."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class MinMaxPipeline:
             criticised: stories whose answers are criticised, one each; None for those of the batch.
         """
         if seed is None:
-            seed = self.config.seed * 1_000_003 + _SEEDS_PER_PASS * self.passes
+            seed = seeds.step_seed(self.config.seed, self.passes)
             self.passes += 1
         game, rng = self.config.game, random.Random(seed)
         answers = self.answer(self.players.policy, batch, game.num_generations, seed=seed)
@@ -183,29 +181,30 @@ class MinMaxPipeline:
             sampled = self.answer(self.players.policy, stories, 1, seed=seed)
             sampled_rewards = self.rewards(stories, sampled)
         made_up = self._made_up(stories, [answer.correct for answer in sampled], rng)
-        judged = sampled + made_up
-        judged_rewards = torch.cat([sampled_rewards, self.rewards(stories, made_up)])
+        criticised_answers = sampled + made_up
+        criticised_rewards = torch.cat([sampled_rewards, self.rewards(stories, made_up)])
         records = batch
         if criticised is not None:
             records = [*batch, *criticised]
-            judged = [replace(answer, story=answer.story + len(batch)) for answer in judged]
-        return self._criticised(records, answers, rewards, judged, judged_rewards, seed=seed)
+            behind = len(batch)
+            criticised_answers = [replace(each, story=each.story + behind) for each in criticised_answers]
+        return self._criticised(records, answers, rewards, criticised_answers, criticised_rewards, seed=seed)
 
     def _criticised(
         self,
         batch: Sequence[QARecord],
         answers: list[Answer],
         rewards: Tensor,
-        judged: list[Answer],
-        judged_rewards: Tensor,
+        criticised_answers: list[Answer],
+        criticised_rewards: Tensor,
         *,
         seed: int,
     ) -> MinMaxOutput:
         game = self.config.game
-        critiques = self.criticise(batch, judged, game.num_critiques, seed=seed)
-        judge_scores = self.judge_scores(batch, judged, critiques)
+        critiques = self.criticise(batch, criticised_answers, game.num_critiques, seed=seed)
+        judge_scores = self.judge_scores(batch, criticised_answers, critiques)
         of = torch.tensor([c.answer for c in critiques])
-        correct = [judged[c.answer].correct for c in critiques]
+        correct = [criticised_answers[c.answer].correct for c in critiques]
         labels = torch.tensor([each is True for each in correct])
         known = torch.tensor([each is not None for each in correct])
         violation, weighted = self.violation(critiques, labels, known)
@@ -213,11 +212,11 @@ class MinMaxPipeline:
             records=batch,
             answers=answers,
             rewards=rewards,
-            judged=judged,
-            judged_rewards=judged_rewards,
+            judged=criticised_answers,
+            judged_rewards=criticised_rewards,
             critiques=critiques,
             judge_scores=judge_scores,
-            combined=game.w_reward * judged_rewards[of] + self.w_judge * judge_scores,
+            combined=game.w_reward * criticised_rewards[of] + self.w_judge * judge_scores,
             labels=labels,
             known=known,
             violation=violation,
@@ -254,7 +253,8 @@ class MinMaxPipeline:
         player = self.players.monitor
         prompts = [self.prompts.monitor(batch[answer.story], answer.text) for answer in answers]
         with self.watch.timing("critiques"):
-            groups = self._generate(player, prompts, k, seed + 1, greedy, self.config.monitor_model)
+            seed += seeds.CRITIQUES
+            groups = self._generate(player, prompts, k, seed, greedy, self.config.monitor_model)
         return [
             self._read_critique(batch[answers[i].story], answers[i], i, _text(player, rollout), rollout)
             for i, group in enumerate(groups)
@@ -275,8 +275,8 @@ class MinMaxPipeline:
         self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[CritiqueSample]
     ) -> Tensor:
         """(C,) standardised judge scores; of an unparsable critique the judge learns nothing."""
-        judged = [answers[critique.answer] for critique in critiques]
-        return self.judged(batch, judged, [each.text if each.parsed else None for each in critiques])
+        of_each = [answers[critique.answer] for critique in critiques]
+        return self.judged(batch, of_each, [each.text if each.parsed else None for each in critiques])
 
     def judged(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[str | None]

@@ -15,6 +15,7 @@ from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.constraints.controllers import TRUTHFULNESS, Controller, under_short_names
 from rlhf_minmax.constraints.rollback import MonitorGuard, PolicyGuard, collapse
 from rlhf_minmax.dual_ascent import DualState
+from rlhf_minmax.game import seeds
 from rlhf_minmax.game.forward_pass import Answer, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.game.rates import spread_ratio, verdict_errors
 from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
@@ -111,8 +112,10 @@ class DualPPOOptimizer:
 
     def _policy_turn(self, output: MinMaxOutput, seed: int) -> Metrics:
         """The policy's updates on reward and judge, and its guard; critiques are fresh ones."""
-        judged = self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed + 2)
-        parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
+        judge_scores = self.pipeline.policy_judge_scores(
+            output.records, output.answers, seed=seed + seeds.POLICY_CRITIQUES
+        )
+        parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judge_scores
         stories = torch.tensor([answer.story for answer in output.answers])
         spread = spread_ratio(*parts, stories)
         value = float((parts[0] + parts[1]).mean())
@@ -128,8 +131,8 @@ class DualPPOOptimizer:
         The policy's schedule begins where it begins to learn.
         """
         training = self.config.training
-        stands = training.monitor_steps is not None and step >= training.monitor_steps
-        self._monitor_updates = 0 if stands else training.monitor_updates_per_policy
+        monitor_frozen = training.monitor_steps is not None and step >= training.monitor_steps
+        self._monitor_updates = 0 if monitor_frozen else training.monitor_updates_per_policy
         for player in self.players().values():
             player.observed_step = step + 1
         rates = {"policy/learning_rate": self.policy.begin_step(max(0, step - self._policy_starts))}
@@ -149,14 +152,14 @@ class DualPPOOptimizer:
         assert self.monitor is not None
         critiques = output.critiques
         unparsable = torch.tensor([float(critique.parsed is None) for critique in critiques])
-        judged = self.config.game.adversary_weight * self.pipeline.w_judge * output.judge_scores
+        opposed = self.config.game.adversary_weight * self.pipeline.w_judge * output.judge_scores
         rewards = (
-            -judged
+            -opposed
             - self.dual.multiplier * output.weighted_violation
             - self.config.game.unparsable_critique_penalty * unparsable
         )
         groups = torch.tensor([critique.answer for critique in critiques])
-        spread = spread_ratio(self.dual.multiplier * output.weighted_violation, judged, groups)
+        spread = spread_ratio(self.dual.multiplier * output.weighted_violation, opposed, groups)
         with self.pipeline.watch.timing("monitor_update"):
             metrics = self.monitor.update(
                 [critique.rollout for critique in critiques],

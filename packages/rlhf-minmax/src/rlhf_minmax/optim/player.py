@@ -182,8 +182,8 @@ class PlayerOptimizer:
             idle = all_reduce_max(len(packed)) - len(packed)
             packed = [(each, 0.0) for each in self._packed(rollouts[:1], advantages[:1])] * idle + packed
         parts = [
-            _Scored(batch, old, self.stepper.ref_logps(batch), spread, weight)
-            for (batch, old, spread), weight in packed
+            _Scored(batch, old, self.stepper.ref_logps(batch), per_token, weight)
+            for (batch, old, per_token), weight in packed
         ]
         return parts if self.critic is None else self._with_values(parts)
 
@@ -196,9 +196,9 @@ class PlayerOptimizer:
         for batch in pack(sequences, self.max_tokens) if sequences else ():
             members = batch.sequence_ids
             old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
-            spread = advantages[members][batch.score_sequence]
+            per_token = advantages[members][batch.score_sequence]
             device = self.player.device
-            parts.append((batch.to(device), old.to(device), spread.to(device)))
+            parts.append((batch.to(device), old.to(device), per_token.to(device)))
         return parts
 
     def _with_values(self, parts: Sequence[_Scored]) -> list[_Scored]:
@@ -238,7 +238,7 @@ class PlayerOptimizer:
 
     def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:
         """The loss and its companions, means over the tokens of all processes; with gradients on request."""
-        sums = torch.zeros(6, device=self.player.device)
+        sums = torch.zeros(len(_MEASURED), device=self.player.device)
         with self.stepper.scorer.player.active(), torch.set_grad_enabled(learns):
             for number, part in enumerate(scored, start=1):
                 result, values = self.stepper.scores(part.batch)

@@ -153,26 +153,26 @@ def _completed(prompts: list[list[int]], count: int, player: PlayerConfig) -> li
 def _sampled(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, _Sampled]:
     """Prompts, completions per prompt and settings of either player, for the first batch of stories."""
     batch = stories.train[: config.training.batch_size]
-    tampered = _num_tampered(config, stories)
-    judged = [
+    num_made_up = _num_made_up(config, stories)
+    criticised = [
         prompt
         for n, record in enumerate(batch)
-        for prompt in _judged_prompts(config, ruler, record, tampered=n < tampered)
+        for prompt in _monitor_prompts(config, ruler, record, made_up=n < num_made_up)
     ]
     return {
         "policy": (list(map(ruler.policy_prompt, batch)), config.game.num_generations, config.policy_model),
-        "monitor": (judged, config.game.num_critiques, config.monitor_model),
+        "monitor": (criticised, config.game.num_critiques, config.monitor_model),
     }
 
 
-def _judged_prompts(
-    config: MinMaxConfig, ruler: Ruler, record: QARecord, *, tampered: bool
+def _monitor_prompts(
+    config: MinMaxConfig, ruler: Ruler, record: QARecord, *, made_up: bool
 ) -> list[list[int]]:
     """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
     prompts = [ruler.monitor_prompt(record, [0] * config.policy_model.max_new_tokens)]
-    if tampered:
-        made_up = ruler.stories.prompts.made_up(record.choices[record.answer or 0])
-        ids = encode_completion(ruler.models["monitor"].tokenizer, made_up)
+    if made_up:
+        answer = ruler.stories.prompts.made_up(record.choices[record.answer or 0])
+        ids = encode_completion(ruler.models["monitor"].tokenizer, answer)
         prompts.append(ruler.monitor_prompt(record, ids))
     return prompts
 
@@ -181,7 +181,7 @@ def _step_size(config: MinMaxConfig, stories: Stories) -> int:
     return min(config.training.batch_size, len(stories.train))
 
 
-def _num_tampered(config: MinMaxConfig, stories: Stories) -> int:
+def _num_made_up(config: MinMaxConfig, stories: Stories) -> int:
     size = _step_size(config, stories)
     return min(round(config.game.tampered_fraction * size), size)
 
@@ -189,8 +189,8 @@ def _num_tampered(config: MinMaxConfig, stories: Stories) -> int:
 def _num_critiques(config: MinMaxConfig, stories: Stories) -> tuple[int, int]:
     """Critiques per step that train the monitor, and fresh ones in the policy's reward."""
     game, size = config.game, _step_size(config, stories)
-    judged = (size + _num_tampered(config, stories)) * game.num_critiques
-    return judged, size * game.num_generations * game.policy_critiques
+    learned_from = (size + _num_made_up(config, stories)) * game.num_critiques
+    return learned_from, size * game.num_generations * game.policy_critiques
 
 
 def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:
@@ -213,7 +213,7 @@ def _cache_tokens(
     game, size = config.game, _step_size(config, stories)
     samples = (
         size * game.num_generations,
-        (size + _num_tampered(config, stories)) * game.num_critiques,
+        (size + _num_made_up(config, stories)) * game.num_critiques,
         size * game.num_generations * game.policy_critiques,
         _num_exploited(config, stories) * game.num_generations * game.num_critiques,
         len(stories.held_out),
@@ -259,7 +259,7 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     train, held_out = len(stories.train), len(stories.held_out)
     steps = training.num_steps(train)
     plain = f" after {training.num_steps(train, adversary=False)} of plain RLHF" if config.baseline else ""
-    judged, fresh = _num_critiques(config, stories)
+    learned_from, fresh = _num_critiques(config, stories)
     source = config.data.train_data or f"the world of {config.data.world}"
     skipped = f", {len(stories.skipped):,} bad ones left out" if stories.skipped else ""
     return [
@@ -270,7 +270,7 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
             f"{steps:,} of {size} stories ({steps / training.num_steps_per_epoch(train):.2g} epochs){plain}",
         ),
         ("answers per step", f"{size * game.num_generations:,}"),
-        ("critiques per step", f"{judged:,} that train the monitor, {fresh:,} in the policy's reward"),
+        ("critiques per step", f"{learned_from:,} that train the monitor, {fresh:,} in the policy's reward"),
     ]
 
 
@@ -336,7 +336,7 @@ def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str
     count, held_out = len(stories.train), len(stories.held_out)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
     critiques, fresh = _num_critiques(config, stories)
-    judged = critiques + critiques // game.num_critiques  # answers without a critique, too
+    scored = critiques + critiques // game.num_critiques  # answers without a critique, too
     evaluations = _num_evaluations(config, stories)
     evaluated, probed = evaluations * held_out, min(config.data.probe_stories, count)
     exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
@@ -346,7 +346,7 @@ def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str
         besides += (1 + past) * (rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * held_out)
     besides += past**2 * held_out
     requests = {
-        "judge": (judged + fresh, steps * judged + learning * fresh + besides),
+        "judge": (scored + fresh, steps * scored + learning * fresh + besides),
         "held-out judge": (0, evaluated + probed),
     }
     return [

@@ -29,6 +29,7 @@ from rlhf_minmax.evaluation.evaluate import Metrics, answer_metrics, batch_metri
 from rlhf_minmax.evaluation.measure_game import measure_game
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.rates import form_match
+from rlhf_minmax.game.seeds import epoch_seed, step_seed
 from rlhf_minmax.game.validator import Validator
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.players.past_players import PastPlayers
@@ -182,7 +183,7 @@ class MinMaxTrainer:
         calls = judge.calls if isinstance(judge, Validator) else 0
         self.pipeline.watch.read()
         batch = self._next_batch()
-        seed = self.config.seed * 1_000_003 + 10 * self.step
+        seed = step_seed(self.config.seed, self.step)
         torch.manual_seed(seed + rank())
         rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
@@ -194,7 +195,17 @@ class MinMaxTrainer:
             findings = self._findings(metrics)
             metrics |= {"findings": findings} if findings else {}
         self.step += 1
-        spent, computed = self.pipeline.watch.read(), int(metrics.pop("num_tokens"))
+        return self._log_row(metrics, len(batch) * self.config.game.num_generations, started)
+
+    def _log_row(self, metrics: dict[str, Any], answers: int, started: float) -> dict[str, Any]:
+        """The row of metrics.jsonl about the step that just ended: its place in the run, metrics and times.
+
+        Args:
+            metrics: of the step, with the `num_tokens` that it computed.
+            answers: how many it sampled.
+            started: when it began, by `time.perf_counter`.
+        """
+        spent, computed = self.pipeline.watch.read(), int(metrics["num_tokens"])
         self.num_tokens += computed
         updating = sum(spent.get(f"time/{role}_update", 0.0) for role in ("monitor", "policy"))
         spent["tokens_per_second"] = computed / updating if updating else 0.0
@@ -204,12 +215,13 @@ class MinMaxTrainer:
             "step": self.step,
             "epoch": self.step / training.num_steps_per_epoch(len(self.records)),
             "loss": metrics.get("policy/loss", metrics.get("monitor/loss")),
-            "learning_rate": rates["policy/learning_rate"],
+            "learning_rate": metrics["policy/learning_rate"],
             "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
             "num_tokens": self.num_tokens,
         }
-        answers, model = len(batch) * self.config.game.num_generations, self.pipeline.players.policy.model
-        return head | metrics | spent | pace(started, answers, device=model.device)
+        device = self.pipeline.players.policy.model.device
+        measured = {name: value for name, value in metrics.items() if name != "num_tokens"}
+        return head | measured | spent | pace(started, answers, device=device)
 
     def _keep_samples(self) -> None:
         """Write what the players say of the first held-out stories at this step."""
@@ -266,7 +278,7 @@ class MinMaxTrainer:
         return [self.labelled[orders[place // count][place % count]] for place in places]
 
     def _permutation(self, count: int, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(epoch_seed(self.config.seed, epoch))
         return torch.randperm(count, generator=generator).tolist()
 
     def save_checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:

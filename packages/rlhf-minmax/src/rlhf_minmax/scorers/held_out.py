@@ -20,11 +20,11 @@ def measure_held_out_scales(
     raw = replace(held_out, reward_scale=Scale(), judge_scale=Scale())
     answers = pipeline.answer(pipeline.players.policy, records, 1, seed=seed)
     critiques = pipeline.criticise(records, answers, 1, seed=seed)
-    rewards, judged = _scores(raw, pipeline, records, answers, critiques)
+    rewards, judge_scores = _scores(raw, pipeline, records, answers, critiques)
     return replace(
         held_out,
         reward_scale=Scale() if rewards is None else Scale.of(rewards),
-        judge_scale=Scale() if judged is None else Scale.of(judged),
+        judge_scale=Scale() if judge_scores is None else Scale.of(judge_scores),
     )
 
 
@@ -60,16 +60,16 @@ def held_out_metrics(
     Returns:
         The three metrics; None if the scorer is missing, the gap where both are.
     """
-    other_rewards, other_judged = _scores(held_out, pipeline, records, answers, critiques)
+    other_rewards, other_judge_scores = _scores(held_out, pipeline, records, answers, critiques)
     gap = 0.0
     if other_rewards is not None:
         gap += pipeline.config.game.w_reward * float(rewards.mean() - other_rewards.mean())
-    if other_judged is not None:
-        gap += pipeline.w_judge * float(judge_scores.mean() - other_judged.mean())
+    if other_judge_scores is not None:
+        gap += pipeline.w_judge * float(judge_scores.mean() - other_judge_scores.mean())
     return {
         "minmax/heldout_reward": None if other_rewards is None else float(other_rewards.mean()),
-        "minmax/heldout_judge": None if other_judged is None else float(other_judged.mean()),
-        "minmax/hacking_gap": None if other_rewards is None and other_judged is None else gap,
+        "minmax/heldout_judge": None if other_judge_scores is None else float(other_judge_scores.mean()),
+        "minmax/hacking_gap": None if other_rewards is None and other_judge_scores is None else gap,
     }
 
 
@@ -81,11 +81,11 @@ def _scores(
     critiques: Sequence[CritiqueSample],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Standardised held-out scores, (A,) of answers and (C,) of critiques."""
-    rewards = judged = None
+    rewards = judge_scores = None
     if held_out.reward_model is not None:
         other = replace(pipeline, reward_model=held_out.reward_model, reward_scale=held_out.reward_scale)
         rewards = other.rewards(records, answers)
     if held_out.judge is not None:
         other = replace(pipeline, judge=held_out.judge, judge_scale=held_out.judge_scale)
-        judged = other.judge_scores(records, answers, critiques)
-    return rewards, judged
+        judge_scores = other.judge_scores(records, answers, critiques)
+    return rewards, judge_scores
