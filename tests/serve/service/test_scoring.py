@@ -15,7 +15,7 @@ from rlhf_infer import RewardFunctions
 from rlhf_infer.rewards.answers.verifiable import NumberReward
 from rlhf_serve.errors import APIError
 from rlhf_serve.service.scoring_queue import Scores, Scoring, reads_messages
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 
 pytestmark = pytest.mark.anyio
 Make = Callable[..., Scoring]
@@ -66,16 +66,16 @@ async def ask_behind(scoring: Scoring, length: Length, *requests: list[str]) -> 
 @pytest.fixture
 def make(byte_tokenizer: Any) -> Iterator[Make]:
     """Makes a queue for reward functions, which ends with the test."""
-    texts, made = Texts(byte_tokenizer), []
+    chat_tokenizer, made = ChatTokenizer(byte_tokenizer), []
 
     def scoring(*functions: Any, weights: Any = None, **options: Any) -> Scoring:
-        made.append(Scoring(RewardFunctions(functions, weights=weights), texts, **options))
+        made.append(Scoring(RewardFunctions(functions, weights=weights), chat_tokenizer, **options))
         return made[-1]
 
     yield scoring
     for each in made:
         each.close()
-    texts.workers.close()
+    chat_tokenizer.workers.close()
 
 
 async def test_what_waits_is_scored_in_one_call(make: Make) -> None:

@@ -14,7 +14,7 @@ from rlhf_serve.backends.transformers import check_backend, load_backend
 from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.scoring_queue import Scoring, reads_messages
 from rlhf_serve.service.served_model import Served
-from rlhf_serve.service.tokenization import Texts, give_template
+from rlhf_serve.service.tokenization import ChatTokenizer, give_template
 from rlhf_serve.settings import ModelSettings, ServeSettings, load_options
 
 
@@ -49,15 +49,15 @@ def load(
     name = settings.served_model_name or parts.name
     say(f"policy: {parts.model} as {name}, on {backend.name}")
     give_template(backend.tokenizer, parts.chat_template)
-    texts = Texts(backend.tokenizer)
+    chat_tokenizer = ChatTokenizer(backend.tokenizer)
     scoring, names, messages = None, (), True
     if parts.rewards is not None:
-        scoring = Scoring(parts.rewards, texts, run=backend.run_work, threads=threads)
+        scoring = Scoring(parts.rewards, chat_tokenizer, run=backend.run_work, threads=threads)
         for reward, columns in scoring.columns.items():
             say(f"reward {reward} reads {', '.join(columns)}: requests must send that in reward_columns")
         names = parts.rewards.names
         messages = reads_messages(parts.rewards.functions)
-    service = BestOfNService(backend, texts, scoring, messages=messages, answer=settings.answer)
+    service = BestOfNService(backend, chat_tokenizer, scoring, messages=messages, answer=settings.answer)
     return Served(service, name, names, parts.examples)
 
 

@@ -21,7 +21,7 @@ from rlhf_serve.errors import engine_dead
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.feedback import FeedbackLog, add_feedback
-from rlhf_serve.http.generate_request import Generating
+from rlhf_serve.http.generate_request import GenerationJob
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.score_routes import SCORING, add_scoring
 from rlhf_serve.http.streaming import ClientLeft, EventStream, attended
@@ -99,7 +99,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model, settings.model)
     _add_generation(app, served, settings, admission, log)
     if log is not None:
-        add_feedback(app, log, served.service.texts.workers)
+        add_feedback(app, log, served.service.chat_tokenizer.workers)
     add_scoring(app, served, settings, admission)
     add_tokens(app, served, settings)
     return app
@@ -191,16 +191,17 @@ def _add_generation(
     service = served.service
     parts = (VERSION, service.backend.name, served.model, *served.rewards)
     fingerprint = f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
+    format_of = partial(
+        Format, model=served.model, chat_tokenizer=service.chat_tokenizer, fingerprint=fingerprint
+    )
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers to a conversation, the best of several candidates."""
         served.check_model(body.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools = tool_use(body, service.texts.tokenizer.chat_template)
-        style = Format(
-            True, served.model, service.texts, logprobs, body.return_candidates, fingerprint, tools
-        )
+        tools = tool_use(body, service.chat_tokenizer.tokenizer.chat_template)
+        style = format_of(chat=True, logprobs=logprobs, candidates=body.return_candidates, tools=tools)
         return await _generate(partial(chat_requests, body, settings, service, tools), style, body, request)
 
     @app.post("/v1/responses")
@@ -208,16 +209,17 @@ def _add_generation(
         """An answer, in the form of OpenAI's newer API."""
         served.check_model(body.model)
         chat = body.to_chat()
-        tools = tool_use(chat, service.texts.tokenizer.chat_template)
-        style = ResponseFormat(body, served.model, service.texts, tools)
+        tools = tool_use(chat, service.chat_tokenizer.tokenizer.chat_template)
+        style = ResponseFormat(body, served.model, service.chat_tokenizer, tools)
         return await _generate(partial(chat_requests, chat, settings, service, tools), style, chat, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)
-        shown = (body.logprobs, body.return_candidates, fingerprint)
-        style = Format(False, served.model, service.texts, *shown, echo=body.echo)
+        style = format_of(
+            chat=False, logprobs=body.logprobs, candidates=body.return_candidates, echo=body.echo
+        )
         return await _generate(partial(completion_requests, body, settings, service), style, body, request)
 
     async def _generate(
@@ -227,7 +229,7 @@ def _add_generation(
         request: Request,
     ) -> Response:
         record = record_of(request)
-        job = Generating(
+        job = GenerationJob(
             service,
             parse_requests,
             style,

@@ -16,8 +16,8 @@ from rlhf_serve.http.error_handlers import log_cause
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import with_pauses, within
 from rlhf_serve.http.telemetry import RequestRecord
-from rlhf_serve.openai.logprobs import Unfolding
-from rlhf_serve.openai.parse_request import check_form
+from rlhf_serve.openai.logprobs import CompletionStream
+from rlhf_serve.openai.parse_request import check_constraint
 from rlhf_serve.openai.responses import WAITING, Format
 from rlhf_serve.openai.responses_api import ResponseFormat
 from rlhf_serve.service.best_of_n import BestOfNService, GenerationResult
@@ -30,7 +30,7 @@ Remember = Callable[[str, str | None, Sequence[GenerationResult]], None]
 """Takes an answer's id, the name of the API key, and what it holds."""
 
 
-class Generating:
+class GenerationJob:
     """One request for candidates, from its place in the queue to its last byte.
 
     Bodies are parsed in a thread, because a chat template may take any time. `timeout_s` counts from when the
@@ -68,13 +68,15 @@ class Generating:
             try:
                 if self.service.backend.dead:
                     raise engine_dead()
-                texts = self.service.texts
-                self.requests = await texts.workers.run(self._parse_requests)
-                form = self.requests[0].params.constraint
-                if form is not None:
-                    await texts.compilers.run(partial(check_form, form, self.service.backend))
+                chat_tokenizer = self.service.chat_tokenizer
+                self.requests = await chat_tokenizer.workers.run(self._parse_requests)
+                constraint = self.requests[0].params.constraint
+                if constraint is not None:
+                    await chat_tokenizer.compilers.run(
+                        partial(check_constraint, constraint, self.service.backend)
+                    )
                 if self._log_prompts:
-                    self.record.prompt = texts.decode(self.requests[0].prompt_ids)
+                    self.record.prompt = chat_tokenizer.decode(self.requests[0].prompt_ids)
                 yield
             except UserError as error:
                 raise refused(error) from error
@@ -152,18 +154,18 @@ class Generating:
         self, request: GenerationRequest, head: Any, queue: asyncio.Queue[str | APIError | None]
     ) -> GenerationResult:
         """A single candidate, streamed by token."""
-        unfolding = Unfolding(self.service.texts, request.params, self.style.before(request))
+        stream = CompletionStream(self.service.chat_tokenizer, request.params, self.style.before(request))
         choice = self.style.choice(head, 0)
 
         def on_token(sample: int, token: int, logp: float, top: TopLogps) -> None:
             del sample
-            if piece := unfolding.add(token, logp, top):
+            if piece := stream.add(token, logp, top):
                 queue.put_nowait(choice.piece(piece))
 
         queue.put_nowait(choice.opening())
         result = await self.service.run(request, self.timing, on_token)
         await asyncio.sleep(0)  # so that tokens handed over are reported first
-        if rest := unfolding.rest():
+        if rest := stream.rest():
             queue.put_nowait(choice.piece(rest))
         queue.put_nowait(choice.closing(result.selected.candidates[0]))
         return result

@@ -27,7 +27,7 @@ from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.messages import checked_messages
 from rlhf_serve.service.scoring_queue import Scores
 from rlhf_serve.service.served_model import Served
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 from rlhf_serve.settings import ServeSettings
 
 _SCORE, _OPENRLHF, _RERANK = ("/v1/score", "/score"), "/get_reward", ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -104,7 +104,7 @@ async def _scores(
     async def work() -> Scores:
         async with within(settings.request_timeout_s, record.began), admission.enter() as waited:
             record.queue_s = waited
-            batch, tokens = await service.texts.workers.run(lambda: _counted(make_batch(), service))
+            batch, tokens = await service.chat_tokenizer.workers.run(lambda: _counted(make_batch(), service))
             if not 1 <= len(batch.completions) <= settings.max_scored:
                 raise invalid_request(
                     f"there are {len(batch.completions)} texts to score; expected 1 to {settings.max_scored}"
@@ -146,11 +146,11 @@ def _usage(tokens: int) -> dict[str, int]:
 def _counted(batch: Samples, service: BestOfNService) -> tuple[Samples, int]:
     """A batch, and the tokens of its texts in the policy's vocabulary."""
     texts = map(text_of, (*batch.prompts, *batch.completions))
-    return batch, sum(len(service.texts.token_ids(text)) for text in texts)
+    return batch, sum(len(service.chat_tokenizer.token_ids(text)) for text in texts)
 
 
 def _score_batch(body: ScoreRequest, service: BestOfNService) -> Samples:
-    service.texts.check_template(body.chat_template_kwargs)
+    service.chat_tokenizer.check_template(body.chat_template_kwargs)
     given: Any = body.text_1
     if isinstance(given, str) or (given and isinstance(given[0], dict)):
         given = [given]
@@ -187,7 +187,7 @@ def _reward_batch(body: RewardRequest, service: BestOfNService) -> Samples:
                 f"query holds {len(queries)} texts and prompts {len(texts)}; expected as many texts",
                 "prompts",
             )
-        pairs = [split_query(q, p, service.texts) for q, p in zip(queries, texts, strict=True)]
+        pairs = [split_query(q, p, service.chat_tokenizer) for q, p in zip(queries, texts, strict=True)]
         return _batch([p for p, _ in pairs], [c for _, c in pairs], columns, "columns")
     else:
         raise invalid_request("expected query, or prompts and completions", "query")
@@ -238,7 +238,7 @@ def _row(scores: Scores, place: int) -> dict[str, float | None]:
     return {name: values[place] for name, values in scores.by_name.items()}
 
 
-def split_query(query: str, prompt: str, texts: Texts) -> tuple[str, str]:
+def split_query(query: str, prompt: str, chat_tokenizer: ChatTokenizer) -> tuple[str, str]:
     """Prompt and completion of a decoded sequence.
 
     OpenRLHF decodes sequences with their special tokens: padding and a begin token before the prompt, which
@@ -247,7 +247,9 @@ def split_query(query: str, prompt: str, texts: Texts) -> tuple[str, str]:
     Returns:
         Both; where the query does not begin with the prompt, no prompt and the whole of the query.
     """
-    special = "|".join(map(re.escape, sorted(texts.tokenizer.all_special_tokens, key=len, reverse=True)))
+    special = "|".join(
+        map(re.escape, sorted(chat_tokenizer.tokenizer.all_special_tokens, key=len, reverse=True))
+    )
     if special:
         query = re.sub(rf"(?:{special})+\Z", "", query)
     if query.startswith(prompt):

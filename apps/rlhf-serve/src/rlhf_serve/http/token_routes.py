@@ -19,12 +19,12 @@ from rlhf_serve.settings import ServeSettings
 
 def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
     """Add the routes that turn texts into tokens and back."""
-    texts = served.service.texts
+    chat_tokenizer = served.service.chat_tokenizer
 
     async def in_thread(request: Request, work: Any) -> Any:
         async def waited() -> Any:
             async with within(settings.request_timeout_s, record_of(request).began):
-                return await texts.workers.run(work)
+                return await chat_tokenizer.workers.run(work)
 
         return await attended(request.receive, waited())
 
@@ -32,22 +32,22 @@ def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The tokens of a text or a conversation."""
         served.check_model(body.model)
-        tokens = await in_thread(request, partial(tokenized, body, texts))
+        tokens = await in_thread(request, partial(tokenized, body, chat_tokenizer))
         found = {
             "count": len(tokens),
             "max_model_len": served.service.backend.max_model_len,
             "tokens": tokens,
         }
         if body.return_token_strs:
-            found["token_strs"] = [texts.token_bytes.text(token) for token in tokens]
+            found["token_strs"] = [chat_tokenizer.token_bytes.text(token) for token in tokens]
         return JSONResponse(found)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of tokens."""
         served.check_model(body.model)
-        vocabulary = len(texts.tokenizer)
+        vocabulary = len(chat_tokenizer.tokenizer)
         if not all(0 <= token < vocabulary for token in body.tokens):
             raise unknown_token(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")
-        text = await in_thread(request, partial(texts.decode, body.tokens, special=True))
+        text = await in_thread(request, partial(chat_tokenizer.decode, body.tokens, special=True))
         return JSONResponse({"prompt": text})

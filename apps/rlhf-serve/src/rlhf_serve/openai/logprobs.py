@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_infer import Rollout, SamplingParams, space_between
 from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.token_bytes import TokenBytes
-from rlhf_serve.service.tokenization import GrowingText, Texts
+from rlhf_serve.service.tokenization import ChatTokenizer, IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,24 @@ class Piece:
     rows: list[TokenRow] = field(default_factory=list)
 
 
-class Unfolding:
-    """A completion piece by piece, as its tokens come.
+class CompletionStream:
+    """The pieces of a completion, as its tokens come.
 
     Tokens are reported with the piece that their text is in; those of a stop text belong to none, nor do
     special tokens, such as the end, which the text leaves out.
 
     Args:
-        texts: decodes.
+        chat_tokenizer: decodes.
         params: how the completion is drawn.
-        prompt: tokens that the text goes on after; none where it stands by itself.
+        prompt: tokens that the text continues; none where it stands by itself.
     """
 
-    def __init__(self, texts: Texts, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        self._texts, self._prompt, self._space = texts, prompt, ""
-        self._growing = GrowingText(texts, params.stop, params.min_new_tokens)
-        self._special, self._stops = texts.token_bytes.special, params.stop_token_ids
+    def __init__(
+        self, chat_tokenizer: ChatTokenizer, params: SamplingParams, prompt: Sequence[int] = ()
+    ) -> None:
+        self._chat_tokenizer, self._prompt, self._space = chat_tokenizer, prompt, ""
+        self._detokenizer = IncrementalDetokenizer(chat_tokenizer, params.stop, params.min_new_tokens)
+        self._special, self._stops = chat_tokenizer.token_bytes.special, params.stop_token_ids
         self._rows: list[tuple[int, float, Sequence[tuple[int, float]]]] = []
         self._sent = 0
 
@@ -61,50 +63,52 @@ class Unfolding:
         if token in self._stops:
             return None
         if not self._rows and self._prompt:
-            self._space = space_between(self._texts.tokenizer, self._prompt, [token])
+            self._space = space_between(self._chat_tokenizer.tokenizer, self._prompt, [token])
         self._rows.append((token, logp, top))
-        return self._piece(self._growing.add(token))
+        return self._piece(self._detokenizer.add(token))
 
     def rest(self) -> Piece | None:
         """The remaining tokens when the completion has ended."""
-        return self._piece(self._growing.rest())
+        return self._piece(self._detokenizer.rest())
 
     def _piece(self, text: str) -> Piece | None:
         if not text:
             return None
-        first, self._sent = self._sent, self._growing.sent_tokens
-        starts = [0, *(len(self._space) + end for end in self._growing.ends)]
+        first, self._sent = self._sent, self._detokenizer.sent_tokens
+        starts = [0, *(len(self._space) + end for end in self._detokenizer.ends)]
         places = (i for i in range(first, self._sent) if self._rows[i][0] not in self._special)
         rows = [TokenRow(*self._rows[i], starts[i]) for i in places]
         return Piece(text if first else self._space + text, rows)
 
 
-def unfolded(
-    texts: Texts, params: SamplingParams, rollout: Rollout, prompt: Sequence[int] = ()
+def completion_pieces(
+    chat_tokenizer: ChatTokenizer, params: SamplingParams, rollout: Rollout, prompt: Sequence[int] = ()
 ) -> Iterator[Piece]:
-    """All pieces of a completion; see `Unfolding`."""
-    unfolding = Unfolding(texts, params, prompt)
+    """All pieces of a completion; see `CompletionStream`."""
+    stream = CompletionStream(chat_tokenizer, params, prompt)
     logps = rollout.raw_logps or rollout.logps or [0.0] * len(rollout.completion_ids)
     tops = rollout.top_logps or [()] * len(rollout.completion_ids)
     for token, logp, top in zip(rollout.completion_ids, logps, tops, strict=True):
-        if piece := unfolding.add(token, logp, top):
+        if piece := stream.add(token, logp, top):
             yield piece
-    if piece := unfolding.rest():
+    if piece := stream.rest():
         yield piece
 
 
-def echoed(texts: Texts, result: GenerationResult, rollout: Rollout, top: int) -> list[TokenRow]:
+def echoed(
+    chat_tokenizer: ChatTokenizer, result: GenerationResult, rollout: Rollout, top: int
+) -> list[TokenRow]:
     """All tokens of a prompt and its completion, special ones included, with the `top` likeliest."""
     prompt, drawn = result.prompt, len(rollout.completion_ids)
     assert prompt is not None
     ids = [*result.request.prompt_ids, *rollout.completion_ids]
     logps = [None, *prompt.logps, *(rollout.raw_logps or rollout.logps)]
     tops = [(), *prompt.tops, *(rollout.top_logps or [()] * drawn)]
-    growing = GrowingText(texts, ())
+    detokenizer = IncrementalDetokenizer(chat_tokenizer, ())
     for token in ids:
-        growing.add(token)
-    growing.rest()
-    rows = zip(ids, logps, tops, [0, *growing.ends[:-1]], strict=True)
+        detokenizer.add(token)
+    detokenizer.rest()
+    rows = zip(ids, logps, tops, [0, *detokenizer.ends[:-1]], strict=True)
     return [TokenRow(token, logp, likeliest[:top], start) for token, logp, likeliest, start in rows]
 
 

@@ -10,7 +10,7 @@ from rlhf_data import Message, Text, UserError
 from rlhf_infer import ConfidenceBasedStopping, Constraint
 from rlhf_serve.backends.protocol import Backend
 from rlhf_serve.errors import invalid_request, unknown_token
-from rlhf_serve.openai.forms import form_field, form_of
+from rlhf_serve.openai.constraints import constraint_field, constraint_of
 from rlhf_serve.openai.other_schemas import TokenizeRequest
 from rlhf_serve.openai.sampling import sampling_params
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation, StopEarly
@@ -20,11 +20,11 @@ from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.chat_templates import template_text
 from rlhf_serve.service.messages import checked_messages
 from rlhf_serve.service.requests import GenerationRequest
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 from rlhf_serve.settings import ServeSettings, StoppingSettings
 
 
-def tokenized(body: TokenizeRequest, texts: Texts) -> list[int]:
+def tokenized(body: TokenizeRequest, chat_tokenizer: ChatTokenizer) -> list[int]:
     """The tokens of a text or a conversation.
 
     Raises:
@@ -33,12 +33,14 @@ def tokenized(body: TokenizeRequest, texts: Texts) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_request("give prompt, or messages", "prompt")
     if body.prompt is not None:
-        return texts.token_ids(body.prompt, start=body.add_special_tokens)
+        return chat_tokenizer.token_ids(body.prompt, start=body.add_special_tokens)
     fields = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
     values = {name: getattr(body, name) for name in fields if name in body.model_fields_set}
     chat = ChatRequest.model_validate(values | {"model": ""})
-    messages, template = _conversation(chat, texts, tool_use(chat, texts.tokenizer.chat_template))
-    return texts.prompt_ids(messages, template)
+    messages, template = _conversation(
+        chat, chat_tokenizer, tool_use(chat, chat_tokenizer.tokenizer.chat_template)
+    )
+    return chat_tokenizer.prompt_ids(messages, template)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def chat_requests(
     Raises:
         APIError: 400; the field is named.
     """
-    messages, template = _conversation(body, service.texts, tools)
-    ids = service.texts.prompt_ids(messages, template)
+    messages, template = _conversation(body, service.chat_tokenizer, tools)
+    ids = service.chat_tokenizer.prompt_ids(messages, template)
     prompt = service.as_scored(messages, template)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid_request("give max_tokens or max_completion_tokens, not both", "max_tokens")
@@ -67,14 +69,16 @@ def chat_requests(
         raise invalid_request("top_logprobs needs logprobs: true", "top_logprobs")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    form = form_of(body)
-    if tools is not None and form is not None:
+    constraint = constraint_of(body)
+    if tools is not None and constraint is not None:
         raise invalid_request(
-            "tools go with no other form of the answer; leave one of both out", form_field(body)
+            "tools go with no other form of the answer; leave one of both out", constraint_field(body)
         )
-    form = form if tools is None else tools.constraint
+    constraint = constraint if tools is None else tools.constraint
     read = _Prompt(prompt, ids, body.reward_columns or {})
-    request = _request(body, read, settings, service, max_tokens=limit, logprobs=logprobs, form=form)
+    request = _request(
+        body, read, settings, service, max_tokens=limit, logprobs=logprobs, constraint=constraint
+    )
     if body.continue_final_message and request.scored and service.messages:
         raise invalid_request(
             "rewards read whole messages; continue_final_message needs selection none", "selection"
@@ -83,12 +87,12 @@ def chat_requests(
 
 
 def _conversation(
-    body: ChatRequest, texts: Texts, tools: ToolUse | None
+    body: ChatRequest, chat_tokenizer: ChatTokenizer, tools: ToolUse | None
 ) -> tuple[list[Message], dict[str, Any]]:
     """The messages, and the keyword arguments of the chat template."""
     messages, template = checked_messages(body.messages), dict(body.chat_template_kwargs or {})
-    texts.check_template(template)
-    _check_calls_are_shown(body, texts.tokenizer.chat_template)
+    chat_tokenizer.check_template(template)
+    _check_calls_are_shown(body, chat_tokenizer.tokenizer.chat_template)
     if tools is not None:
         template["tools"] = tools.tools
     return messages, template | _ending(body, messages)
@@ -137,22 +141,22 @@ def completion_requests(
     if body.echo and body.stream:
         raise invalid_request("an echo is not streamed; leave echo or stream out", "echo")
     requests = []
-    asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "form": form_of(body)}
+    asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "constraint": constraint_of(body)}
     vocabulary = _vocabulary(service)
     for prompt, columns in zip(prompts, _rows(body, len(prompts)), strict=True):
         if isinstance(prompt, str):
-            text, ids = prompt, service.texts.prompt_ids(prompt)
+            text, ids = prompt, service.chat_tokenizer.prompt_ids(prompt)
         else:
             if not all(0 <= token < vocabulary for token in prompt):
                 raise unknown_token(f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt")
-            text, ids = service.texts.decode(prompt), prompt
+            text, ids = service.chat_tokenizer.decode(prompt), prompt
         requests.append(_request(body, _Prompt(text, ids, columns), settings, service, **asked))
     return requests
 
 
 def _vocabulary(service: BestOfNService) -> int:
     """Number of valid token ids: those that the tokenizer has and the model computes a logit for."""
-    return min(len(service.texts.tokenizer), service.backend.vocab_size)
+    return min(len(service.chat_tokenizer.tokenizer), service.backend.vocab_size)
 
 
 def _rows(body: CompletionRequest, count: int) -> list[dict[str, Any]]:
@@ -183,7 +187,7 @@ def _request(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    form: Constraint | None,
+    constraint: Constraint | None,
 ) -> GenerationRequest:
     """The request for one prompt; `logprobs` counts the likeliest tokens that are reported."""
     ids = _truncated(body, prompt.ids, max_tokens, settings, service.backend)
@@ -193,8 +197,8 @@ def _request(
         _check_nothing_drawn(body, prompt_logprobs)
     text = prompt.text
     if len(ids) < len(prompt.ids) and isinstance(text, str):
-        text = service.texts.decode(ids)
-    params = sampling_params(body, max(max_new_tokens, 1), logprobs, form, _vocabulary(service))
+        text = service.chat_tokenizer.decode(ids)
+    params = sampling_params(body, max(max_new_tokens, 1), logprobs, constraint, _vocabulary(service))
     search = search_of(body, service.scoring is not None, max_new_tokens * settings.max_n)
     if search is not None:
         check_drawn_by_steps(body, search, params)
@@ -252,14 +256,14 @@ def _check_nothing_drawn(body: Generation, prompt_logprobs: int | None) -> None:
         raise invalid_request("with max_tokens 0 there is nothing to stream; leave stream out", "stream")
 
 
-def check_form(form: Constraint, backend: Backend) -> None:
-    """Compile the form that the completions of a call must have.
+def check_constraint(constraint: Constraint, backend: Backend) -> None:
+    """Compile the constraint that the completions of a request must meet.
 
     Raises:
         APIError: 400; it is malformed, or asks for what is not enforced.
     """
     try:
-        backend.check_constraint(form)
+        backend.check_constraint(constraint)
     except UserError as error:
         raise invalid_request(str(error), code="invalid_grammar") from error
 

@@ -16,22 +16,22 @@ from rlhf_serve.openai.logprobs import (
     TokenRow,
     chat_logprobs,
     completion_logprobs,
+    completion_pieces,
     echoed,
     prompt_logprobs,
-    unfolded,
 )
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
 from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.requests import GenerationRequest, Timing
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 
 DONE = "data: [DONE]\n\n"
 WAITING = ": waiting\n\n"
 """A comment, which clients pass over, so that no proxy takes a stream for dead."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """How one request is answered.
 
@@ -41,7 +41,7 @@ class Format:
 
     chat: bool
     model: str
-    texts: Texts
+    chat_tokenizer: ChatTokenizer
     logprobs: int | None
     candidates: bool
     fingerprint: str | None = None
@@ -58,7 +58,7 @@ class Format:
                 choices.append(body | {"finish_reason": reason, "score": each.score})
         response = self._head("chat.completion" if self.chat else "text_completion")
         response |= {"choices": choices, "usage": usage(results), "timing": timing.to_dict()}
-        if self.chat and (found := prompt_logprobs(self.texts.token_bytes, results[0])) is not None:
+        if self.chat and (found := prompt_logprobs(self.chat_tokenizer.token_bytes, results[0])) is not None:
             response["prompt_logprobs"] = found
         if self.candidates:
             response["candidates"] = listed(results)
@@ -74,12 +74,12 @@ class Format:
             return {"message": message}, answer.finish_reason
         text = f"{result.request.prompt}{candidate.text}" if self.echo else candidate.text
         body: dict[str, Any] = {"text": text}
-        if (found := prompt_logprobs(self.texts.token_bytes, result)) is not None and not self.echo:
+        if (found := prompt_logprobs(self.chat_tokenizer.token_bytes, result)) is not None and not self.echo:
             body["prompt_logprobs"] = found
         return body, candidate.rollout.finish_reason
 
     def before(self, request: GenerationRequest) -> Sequence[int]:
-        """Tokens that the text of a request's completion goes on after; a chat's stands by itself."""
+        """Tokens that the text of a request's completion continues; a chat's stands by itself."""
         return () if self.chat else request.prompt_ids
 
     def stream_head(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Format:
             for each in result.chosen:
                 choice = self.choice(head, index)
                 yield choice.opening()
-                for piece in self._unfolded(result, each):
+                for piece in self._pieces(result, each):
                     yield choice.piece(piece)
                 yield choice.closing(each)
                 index += 1
@@ -137,18 +137,18 @@ class Format:
         if self.logprobs is None:
             return []
         if self.echo:
-            return echoed(self.texts, result, candidate.rollout, self.logprobs)
-        return [row for piece in self._unfolded(result, candidate) for row in piece.rows]
+            return echoed(self.chat_tokenizer, result, candidate.rollout, self.logprobs)
+        return [row for piece in self._pieces(result, candidate) for row in piece.rows]
 
-    def _unfolded(self, result: GenerationResult, candidate: Candidate) -> Iterator[Piece]:
+    def _pieces(self, result: GenerationResult, candidate: Candidate) -> Iterator[Piece]:
         request = result.request
-        return unfolded(self.texts, request.params, candidate.rollout, self.before(request))
+        return completion_pieces(self.chat_tokenizer, request.params, candidate.rollout, self.before(request))
 
     def logprobs_of(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
         """`logprobs` of some tokens, if requested."""
         if self.logprobs is None:
             return None
-        return (chat_logprobs if self.chat else completion_logprobs)(self.texts.token_bytes, rows)
+        return (chat_logprobs if self.chat else completion_logprobs)(self.chat_tokenizer.token_bytes, rows)
 
 
 class ChoiceStream:

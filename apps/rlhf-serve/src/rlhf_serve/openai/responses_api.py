@@ -11,14 +11,14 @@ from typing import Any
 
 from rlhf_infer import Candidate
 from rlhf_serve.errors import APIError
-from rlhf_serve.openai.logprobs import Piece, unfolded
+from rlhf_serve.openai.logprobs import Piece, completion_pieces
 from rlhf_serve.openai.responses import usage
 from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
 from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.requests import GenerationRequest, Timing
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ResponseFormat:
 
     request: ResponsesRequest
     model: str
-    texts: Texts
+    chat_tokenizer: ChatTokenizer
     tools: ToolUse | None
 
     def whole(self, results: Sequence[GenerationResult], timing: Timing) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ResponseFormat:
         choice = self.choice(head, 0)
         yield choice.opening()
         for each in result.chosen:
-            for piece in unfolded(self.texts, result.request.params, each.rollout):
+            for piece in completion_pieces(self.chat_tokenizer, result.request.params, each.rollout):
                 yield choice.piece(piece)
             yield choice.closing(each)
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_infer import SamplingParams, SearchSettings, check_search_settings
 from rlhf_serve.errors import invalid_request, refused
-from rlhf_serve.openai.forms import form_field
+from rlhf_serve.openai.constraints import constraint_field
 from rlhf_serve.openai.schema import Generation
 
 _NOT_FOR_REQUESTS = {
@@ -86,5 +86,5 @@ def check_drawn_by_steps(body: Generation, settings: SearchSettings, params: Sam
         check_search_settings(settings, params, extract=str)
     except UserError as error:
         own = str(error.fields.get("key", "search"))
-        name = {"constraint": form_field(body), "min_new_tokens": "min_tokens"}.get(own, own)
+        name = {"constraint": constraint_field(body), "min_new_tokens": "min_tokens"}.get(own, own)
         raise invalid_request(str(error).replace(own, name), name, error.code) from error

@@ -134,24 +134,24 @@ def _format(chat_template: Any) -> CallFormat:
 
 
 def _constraint(
-    tools: Sequence[dict[str, Any]], choice: str, form: CallFormat, parallel: bool
+    tools: Sequence[dict[str, Any]], choice: str, call_format: CallFormat, parallel: bool
 ) -> Constraint | None:
     """The grammar of the calls: where one is required, and of strict tools wherever one begins."""
     strict = any(tool["function"].get("strict") for tool in tools)
     if choice == "auto" and not strict:
         return None
-    if choice == "auto" and not form.begin:
+    if choice == "auto" and not call_format.begin:
         raise invalid_request(
             "strict tools need tool_choice required or a function, as the model's chat template does not "
             "mark calls",
             "tools",
         )
     called = [t["function"] for t in tools if choice in ("auto", "required", t["function"]["name"])]
-    tags = [_tag(function, form) for function in called]
-    one = choice not in ("auto", "required") or not parallel or not form.begin
+    tags = [_tag(function, call_format) for function in called]
+    one = choice not in ("auto", "required") or not parallel or not call_format.begin
     if choice == "auto":
         found: dict[str, Any] = {"type": "triggered_tags"}
-        found |= {"triggers": [form.begin.strip()], "tags": tags}
+        found |= {"triggers": [call_format.begin.strip()], "tags": tags}
         found["stop_after_first"] = one
     else:
         found = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
@@ -159,7 +159,7 @@ def _constraint(
     return Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": found}))
 
 
-def _tag(function: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:
+def _tag(function: Mapping[str, Any], call_format: CallFormat) -> dict[str, Any]:
     try:
         check_schema(function["parameters"])
         schema = function["parameters"]
@@ -167,7 +167,7 @@ def _tag(function: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:
         schema = {"type": "object"}
     return {
         "type": "tag",
-        "begin": f'{form.begin}{{"name": {json.dumps(function["name"])}, "{form.key}": ',
+        "begin": f'{call_format.begin}{{"name": {json.dumps(function["name"])}, "{call_format.key}": ',
         "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 8},
-        "end": f"}}{form.end}",
+        "end": f"}}{call_format.end}",
     }

@@ -24,7 +24,7 @@ from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.scoring_queue import Scoring
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 from rlhf_serve.service.tree_search import TreeSearchService
 
 
@@ -52,16 +52,16 @@ class BestOfNService:
     def __init__(
         self,
         backend: Backend,
-        texts: Texts,
+        chat_tokenizer: ChatTokenizer,
         scoring: Scoring | None,
         *,
         messages: bool = True,
         answer: str = "text",
     ) -> None:
-        self.backend, self.texts, self.scoring = backend, texts, scoring
+        self.backend, self.chat_tokenizer, self.scoring = backend, chat_tokenizer, scoring
         self.messages = messages
         self._extract = extractor(answer)
-        self._trees = scoring and TreeSearchService(backend, texts, scoring, self._extract)
+        self._trees = scoring and TreeSearchService(backend, chat_tokenizer, scoring, self._extract)
 
     def as_scored(self, messages: list[Message], template: Mapping[str, Any] | None = None) -> Text:
         """A conversation as reward functions read it: as messages, or as the text that the policy reads.
@@ -69,7 +69,7 @@ class BestOfNService:
         Raises:
             APIError: the chat template refuses the messages.
         """
-        return messages if self.messages else self.texts.rendered(messages, template)
+        return messages if self.messages else self.chat_tokenizer.rendered(messages, template)
 
     async def run(
         self, request: GenerationRequest, timing: Timing, on_token: OnToken | None = None
@@ -87,7 +87,7 @@ class BestOfNService:
         rules = SearchRules(
             request.candidates,
             request.params,
-            self.texts.tokenizer,
+            self.chat_tokenizer.tokenizer,
             request.selection,
             self._extract if request.selection in VOTES else None,
             request.stopping,
@@ -163,5 +163,5 @@ class BestOfNService:
         await self.backend.close()
         if self.scoring is not None:
             await asyncio.to_thread(self.scoring.close)
-        self.texts.workers.close()
-        self.texts.compilers.close()
+        self.chat_tokenizer.workers.close()
+        self.chat_tokenizer.compilers.close()

@@ -22,7 +22,7 @@ from rlhf_infer.rewards.combine import Source
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import APIError, invalid_request, reward_failed
 from rlhf_serve.service.reward_lanes import Lane, Rows
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 
 _LAST_S = 1.0
 """Seconds that a Python function has to come back when the server ends."""
@@ -55,8 +55,8 @@ class Scoring:
 
     Args:
         rewards: the reward functions.
-        texts: decodes the policy's tokens; functions that count tokens get those of the completion's text,
-            without special tokens.
+        chat_tokenizer: decodes the policy's tokens; functions that count tokens get those of the completion's
+            text, without special tokens.
         run: does a piece of work in generation's thread; None: at once.
         threads: CPU threads of what computes; None for what torch takes.
         max_batch: completions in one call, unless one request alone has more.
@@ -65,13 +65,13 @@ class Scoring:
     def __init__(
         self,
         rewards: RewardFunctions,
-        texts: Texts,
+        chat_tokenizer: ChatTokenizer,
         *,
         run: Callable[[Callable[[], Any]], Any] | None = None,
         threads: int | None = None,
         max_batch: int = 512,
     ) -> None:
-        self.rewards, self._texts = rewards, texts
+        self.rewards, self._chat_tokenizer = rewards, chat_tokenizer
         self.columns: Mapping[str, tuple[str, ...]] = _needs(rewards.sources)
         """Columns without which rewards cannot score, by the reward's name."""
         waited = [source for source in rewards.sources if source.is_async]
@@ -120,8 +120,8 @@ class Scoring:
         """
         ids = None
         if self._reads_tokens:
-            ids = await self._texts.workers.run(
-                lambda: [self._texts.token_ids(text_of(completion)) for completion in completions]
+            ids = await self._chat_tokenizer.workers.run(
+                lambda: [self._chat_tokenizer.token_ids(text_of(completion)) for completion in completions]
             )
         samples = Samples(list(prompts), list(completions), ids, dict(columns or {}))
         works = [self._in_lane(lane, samples) for lane in self._lanes]

@@ -1,4 +1,4 @@
-"""Between texts and tokens: prompts, completions without their stop texts, and texts that grow."""
+"""Between texts and tokens: prompts, completions without their stop texts, and text token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_serve.service.worker_threads import Workers
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-class Texts:
+class ChatTokenizer:
     """Reads prompts and writes completions with one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,17 +100,17 @@ def give_template(tokenizer: Any, template: str | None) -> None:
         tokenizer.chat_template = template
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """The text of a completion as its tokens come; what may turn out to be a stop text is held back.
 
     Args:
-        texts: decodes.
+        chat_tokenizer: decodes.
         stops: texts that end the completion.
         min_tokens: tokens at its start in which no stop text may end.
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str], min_tokens: int = 0) -> None:
-        self._texts, self._stops, self._min_tokens = texts, tuple(stops), min_tokens
+    def __init__(self, chat_tokenizer: ChatTokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._chat_tokenizer, self._stops, self._min_tokens = chat_tokenizer, tuple(stops), min_tokens
         self._unstopped = 0  # characters of the first `min_tokens` tokens
         self._ids: list[int] = []
         self._start, self._read = 0, 0
@@ -128,7 +128,7 @@ class GrowingText:
             self._take(known, text)
             self._start, self._read = self._read, len(self._ids)
         if self._stops and len(self._ids) <= self._min_tokens:
-            self._unstopped = len(self._texts.decode(self._ids).rstrip(_BROKEN))
+            self._unstopped = len(self._chat_tokenizer.decode(self._ids).rstrip(_BROKEN))
         return self._send(self._certain())
 
     def rest(self) -> str:
@@ -143,7 +143,7 @@ class GrowingText:
         return bisect.bisect_left(self.ends, self._sent) + 1 if self._sent else 0
 
     def _decoded(self, end: int) -> str:
-        return self._texts.decode(self._ids[self._start : end])
+        return self._chat_tokenizer.decode(self._ids[self._start : end])
 
     def _take(self, known: str, text: str) -> None:
         """Add what `text` has after `known`, and say how much of it comes after each of the tokens not read.
@@ -152,7 +152,7 @@ class GrowingText:
         """
         lasts = {}
         for place in range(self._read, len(self._ids)):
-            if self._ids[place] not in self._texts.token_bytes.special:
+            if self._ids[place] not in self._chat_tokenizer.token_bytes.special:
                 so_far = text if place + 1 == len(self._ids) else self._decoded(place + 1)
                 if text.startswith(so_far):  # else a later token finishes its last character
                     lasts[len(so_far)] = place

@@ -24,17 +24,19 @@ from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.scoring_queue import Scoring
-from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.tokenization import ChatTokenizer
 
 
 class TreeSearchService:
     """Searches the tree of a prompt, with the backend and the rewards of all requests.
 
-    Trees grow in the threads of `texts`; `extract` finds a text's answer, for votes.
+    Trees grow in the threads of `chat_tokenizer`; `extract` finds a text's answer, for votes.
     """
 
-    def __init__(self, backend: Backend, texts: Texts, scoring: Scoring, extract: Extract) -> None:
-        self.backend, self.texts, self.scoring = backend, texts, scoring
+    def __init__(
+        self, backend: Backend, chat_tokenizer: ChatTokenizer, scoring: Scoring, extract: Extract
+    ) -> None:
+        self.backend, self.chat_tokenizer, self.scoring = backend, chat_tokenizer, scoring
         self._extract = extract
         self._scorer = path_scorer(scoring.rewards)
 
@@ -48,7 +50,7 @@ class TreeSearchService:
         assert request.search is not None
         waves = SearchWaves(
             self._scorer,
-            self.texts.tokenizer,
+            self.chat_tokenizer.tokenizer,
             request.search,
             request.params,
             eos_token_ids=self.backend.eos_token_ids,
@@ -58,7 +60,7 @@ class TreeSearchService:
         calls = waves.calls([request.prompt], [request.prompt_ids], columns)
         answer: Any = None
         while True:
-            call = await self.texts.workers.run(_next(calls, answer))
+            call = await self.chat_tokenizer.workers.run(_next(calls, answer))
             if not isinstance(call, DrawSteps | ScorePaths):
                 return call
             start = time.perf_counter()

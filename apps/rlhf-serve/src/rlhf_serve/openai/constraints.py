@@ -1,4 +1,4 @@
-"""The form that a request wants of its answers, in OpenAI's fields and in vLLM's."""
+"""The constraint that a request sets on the form of its answers, in OpenAI's fields and in vLLM's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_serve.errors import invalid_request
 from rlhf_serve.openai.schema import Generation
 
 _LONGEST = 1 << 16
-"""Characters of a form."""
+"""Characters of a constraint."""
 _GUIDED = {
     "json": "guided_json",
     "regex": "guided_regex",
@@ -20,8 +20,8 @@ _GUIDED = {
 _ANY_OBJECT = {"type": "object"}
 
 
-def form_of(body: Generation) -> Constraint | None:
-    """The form of the answers; None for any.
+def constraint_of(body: Generation) -> Constraint | None:
+    """The constraint on the form of the answers; None for any form.
 
     Raises:
         APIError: 400; the field is named.
@@ -48,14 +48,14 @@ def form_of(body: Generation) -> Constraint | None:
     return next(iter(found.values()), None)
 
 
-def form_field(body: Generation) -> str:
+def constraint_field(body: Generation) -> str:
     """The field that gives the answers their form: the last that is not null, `tool_choice` if all are."""
     names = ("response_format", "structured_outputs", *_GUIDED.values())
     return next((name for name in reversed(names) if getattr(body, name) is not None), "tool_choice")
 
 
 def of_schema(schema: Any, where: str) -> Constraint:
-    """The form that a JSON schema describes.
+    """The constraint that a JSON schema describes.
 
     Raises:
         APIError: 400: it is not a JSON schema, or it is too long.
