@@ -369,7 +369,7 @@ def test_an_adapter_with_its_own_backbone_is_a_scorer_too(
     expected = RewardModel.from_pretrained(scorers["reward_model"]["model_name"]).score(PROMPTS, TEXTS)
     assert torch.equal(pipeline.reward_model.score(PROMPTS, TEXTS), expected)
     rows = dict(plan_run(config)["rows"])
-    assert rows["reward model"].endswith("/reward: adapter on a backbone of its own")
+    assert rows["reward model"].endswith("/reward: adapter on its own backbone")
 
 
 def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: Path) -> None:

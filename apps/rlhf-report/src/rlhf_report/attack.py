@@ -86,7 +86,7 @@ def _prompts(data: str) -> tuple[list[Item], dict[str, Mapping[str, Any]]]:
     for record in load_records(data, "prompt").records:
         if not isinstance(record.prompt, str) and len(record.prompt) > 1:
             raise UserError(
-                f"{record.where}: the prompt has several turns, of which none is attacked; give texts",
+                f"{record.where}: the prompt has several turns, and none is attacked; give texts",
                 code="invalid_value",
                 key="prompt",
             )

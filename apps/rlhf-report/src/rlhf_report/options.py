@@ -1,4 +1,4 @@
-"""What several commands have: options, a progress bar, and how bad input ends them (exit code 2)."""
+"""Shared by several commands: options, a progress bar, and how bad input ends them (exit code 2)."""
 
 from __future__ import annotations
 

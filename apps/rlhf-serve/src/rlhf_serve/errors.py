@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`, nothing of our insides."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`, no internals."""
 
 from __future__ import annotations
 

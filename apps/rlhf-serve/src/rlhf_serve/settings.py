@@ -233,7 +233,7 @@ class RefineSettings(FileSettings):
     rounds: int = Field(default=3, ge=0)
     """Rewrites of a prompt at most."""
     until: Literal["score", "no_change", "verdict", "never"] = "never"
-    """What ends a prompt's rounds earlier, see `rlhf_infer.RefinerRules`."""
+    """The rule that ends a prompt's rounds earlier, see `rlhf_infer.RefinerRules`."""
     keep: Literal["best", "last"] = "best"
     """The draft that becomes the completion; `best` needs a reward."""
     min_gain: float = Field(default=0.0, ge=0)
@@ -249,9 +249,7 @@ class RefineSettings(FileSettings):
     def _only_what_counts(self) -> Self:
         for name in ("n", "answer", "stopping"):
             if name in self.model_fields_set:
-                raise ValueError(
-                    f"{name} goes with several candidates, of which there are none here; leave it out"
-                )
+                raise ValueError(f"{name} goes with several candidates, and refinement has one; leave it out")
         return self
 
 

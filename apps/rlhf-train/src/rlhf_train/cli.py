@@ -252,7 +252,7 @@ def _compare(**options: Any) -> None:
 
 
 def _pipeline(**options: Any) -> None:
-    """Run stages, each a job with processes of its own; promote models only after their gates have passed.
+    """Run stages, each a job with its own processes; promote models only after their gates have passed.
 
     A stage whose settings, files and upstream results are those of an earlier run is not run again, so the
     same command continues after an interruption. Exit code 1: a gate has ended the pipeline.

@@ -31,10 +31,10 @@ def flag_of(name: str) -> str:
 def settings_source(
     method: str, options: dict[str, Any], keys_of: Mapping[str, Sequence[str]]
 ) -> SettingsSource:
-    """What a command's settings come from: the config file, and what was given beside it.
+    """The source of a command's settings: the config file, and the options given beside it.
 
     Args:
-        method: what `rlhf-train settings` calls the command; empty where it knows none.
+        method: the name of the command in `rlhf-train settings`; empty where it has none.
         options: the command's.
         keys_of: the keys that each option is the value of.
     """
@@ -154,7 +154,7 @@ def distributed_option(more: str = "; with --resume, with others than before.") 
 
 
 def compare_options() -> list[Decorator]:
-    """Those of `rlhf-train compare`."""
+    """The options of `rlhf-train compare`."""
     return [
         click.argument("methods", nargs=-1),
         model_option("--model", "Model that every run starts from."),
@@ -238,7 +238,7 @@ def _measurement_options() -> list[Decorator]:
 
 
 def pipeline_options() -> list[Decorator]:
-    """Those of `rlhf-train pipeline`."""
+    """The options of `rlhf-train pipeline`."""
     return [
         *settings_options(),
         click.option(

@@ -1,4 +1,4 @@
-"""Run folders as the commands treat them: made, taken up again, and gone if nothing began."""
+"""Run folders as the commands treat them: made, resumed, and removed if nothing began."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def weighted_violations(
 ) -> Tensor:
     """Violations as the constraint counts them: class-balanced except under plain `accuracy`.
 
-    Classes are those of the known labels; a violation of which no label is known has weight 1.
+    Classes are those of the known labels; a violation whose label is unknown has weight 1.
 
     Args:
         errors: (B,) what `violations` returned.

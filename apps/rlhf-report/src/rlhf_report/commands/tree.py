@@ -1,4 +1,4 @@
-"""`rlhf-report tree`: pictures of what a search tried."""
+"""`rlhf-report tree`: pictures of search trees."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from rlhf_report.options import explained, tokenizer_of
     "--tokenizer", required=True, metavar="MODEL", help="Folder or hub name of the model that was searched."
 )
 @click.option(
-    "--prompts", default=10, type=click.IntRange(1), show_default=True, help="Trees shown, the first."
+    "--prompts",
+    default=10,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Number of trees shown, from the first.",
 )
 @click.option(
     "--nodes",
     default=150,
     type=click.IntRange(1),
     show_default=True,
-    help="Steps drawn of each, the most visited.",
+    help="Most steps drawn per tree: the most visited.",
 )
 @click.option(
     "--output",
@@ -34,7 +38,7 @@ from rlhf_report.options import explained, tokenizer_of
 def command(
     trees: Path, tokenizer: str, prompts: int, nodes: int, output: Path | None, overwrite: bool
 ) -> None:
-    """Draw what a tree search tried, and what it thought of it.
+    """Draw the steps that a tree search tried, with their values.
 
     TREES is what `rlhf-serve generate --search-tree` or `rlhf_infer.write_trees` has written.
     """

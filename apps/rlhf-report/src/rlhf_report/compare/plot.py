@@ -13,7 +13,7 @@ Rows = Sequence[tuple[str, dict[str, Any]]]
 
 
 def interval_plot(title: str, rows: Rows, shown: Callable[[float], str], *, rate: bool = False) -> str:
-    """Draw it in two widths, of which the page shows one.
+    """Draw it in two widths; the page shows the one that fits.
 
     Args:
         title: What it shows, for readers who cannot see it.

@@ -116,7 +116,7 @@ def notes(found: dict[str, Any]) -> list[str]:
     """Rows that could not be joined, and how the numbers were computed."""
     said = left_out(found)
     mean, level = found["models"][0]["mean"], 100 * found["level"]
-    said.append(f"Intervals hold {level:g}%. Of the means: {mean['method']}, {mean['n']:,} {mean['unit']}s.")
+    said.append(f"Intervals are {level:g}%; of the means: {mean['method']}, {mean['n']:,} {mean['unit']}s.")
     if found["pairs"]:
         difference = found["pairs"][0]["difference"]
         said.append(
@@ -127,7 +127,7 @@ def notes(found: dict[str, Any]) -> list[str]:
 
 
 def text_report(found: dict[str, Any]) -> str:
-    """The whole as plain text."""
+    """The whole comparison as plain text."""
     lines = [opening(found), *verdict(found), ""]
     unit = "%" * is_rate(found)
     rows: list[tuple[str, ...]] = [("model", label(found), "interval")]
@@ -177,7 +177,7 @@ def _difference(found: dict[str, Any], pair: dict[str, Any]) -> str:
 
 
 def better(found: dict[str, Any], pair: dict[str, Any], by: str) -> str:
-    """The sentence for a significant difference, of which `by` is the amount."""
+    """The sentence for a significant difference of `by`."""
     p_value = p_text(pair["holm"])
     corrected = f" after correction for {len(found['pairs'])} comparisons" * (len(found["pairs"]) > 1)
     equals = "" if p_value.startswith("<") else "= "
@@ -185,7 +185,7 @@ def better(found: dict[str, Any], pair: dict[str, Any], by: str) -> str:
 
 
 def further(decisive: Sequence[dict[str, Any]]) -> list[str]:
-    """How many significant differences are not named one by one, where there are any."""
+    """A sentence that counts the significant differences beyond those named one by one, if any."""
     more = len(decisive) - NAMED
     return [f"So are {more} further differences; the table has them."] if more > 0 else []
 
@@ -214,7 +214,7 @@ def _constant(found: dict[str, Any], pair: dict[str, Any]) -> str:
 
 
 def no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
-    """The sentence for pairs of which no difference is significant."""
+    """The sentence for pairs without any significant difference."""
     outside = sum(pair["difference"]["low"] > 0 or pair["difference"]["high"] < 0 for pair in pairs)
     if not outside:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"
@@ -228,8 +228,8 @@ def no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
 def _detectable(found: dict[str, Any], undecided: Sequence[dict[str, Any]]) -> str:
     largest = max(pair["detectable"] for pair in undecided)
     return (
-        f"With as many prompts a difference of {amount(found, largest)}{points(found)} would be found four "
-        "times in five."
+        f"With this many prompts, a difference of {amount(found, largest)}{points(found)} would be found "
+        "four times in five."
     )
 
 

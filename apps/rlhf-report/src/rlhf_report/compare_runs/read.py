@@ -29,7 +29,7 @@ _BEFORE = "before.json"
 """File of a run of `rlhf-train`: held-out metrics of the start model."""
 _METRICS = (
     *("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy"),
-    *("eval_policy/accuracy", "policy/accuracy"),  # of a game, whose losses say nothing of who wins
+    *("eval_policy/accuracy", "policy/accuracy"),  # of a game, whose losses do not tell who wins
     "loss",
 )
 _KL = ("eval_policy/kl", "eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
@@ -57,7 +57,7 @@ class Run:
         return sorted([*self._start(later), *later], key=lambda row: row["step"])
 
     def _start(self, later: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """What was measured of the start model, of what was also measured later."""
+        """The metrics of the start model that were also measured later."""
         path, of_game = self.log.path / _BEFORE, self.results.get("before")
         found: Any = {}
         if path.is_file():
@@ -68,7 +68,7 @@ class Run:
             yield {"step": 0, **known}
 
     def _end(self) -> Iterator[dict[str, Any]]:
-        """What a finished game measured of its policy at the end, unless its last step has logged that."""
+        """A finished game's final metrics of its policy, unless its last step has logged them."""
         after, last = self.results.get("after"), self.log.rows[-1] if self.log.rows else {}
         if isinstance(after, dict) and "policy/accuracy" in after and "eval_policy/accuracy" not in last:
             yield {"step": last.get("step", 0), **{f"eval_{name}": value for name, value in after.items()}}

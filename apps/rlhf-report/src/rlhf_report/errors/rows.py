@@ -69,7 +69,7 @@ def read(options: Mapping[str, Any]) -> ReadRows:
 
 
 def completions_of(options: Mapping[str, Any]) -> list[tuple[Text, list[Text]]]:
-    """Prompts with their completions, of which the best of N is taken."""
+    """Prompts with their completions, from which the best of N is taken."""
     path = options["completions"]
     if bool(path) != bool(options["held_out_reward"]):
         raise UserError(

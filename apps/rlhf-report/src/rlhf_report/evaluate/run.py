@@ -1,4 +1,4 @@
-"""From the options of `rlhf-report evaluate` to its report."""
+"""`rlhf-report evaluate`: from its options to its report."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def run_evaluate(given: dict[str, Any]) -> str:
             code="too_few_rows",
         )
     written = {each.name: completions_of(each, kept, given["samples"]) for each in every if each.is_file}
-    notes = [f"{len(prompts) - len(kept)} prompts fit not every model and were left out."] * (kept != prompts)
+    too_long = len(prompts) - len(kept)
+    notes = [f"{too_long} prompts do not fit every model and were left out."] * bool(too_long)
     notes += [f"{skipped} rows of {given['pairs']} could not be read and were left out."] * bool(skipped)
     run = evaluation_folder(given)
     with alone_in(run.path):
@@ -92,7 +93,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
 
 
 def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer | None], list[PairJudge]]:
-    """The rewards by the name of `RLHFEvaluator`'s argument, and the judges, tried once."""
+    """The rewards by their argument of `RLHFEvaluator`, and the judges, each tried once."""
     rewards = {
         name: load_scorer(given[name]) if given[name] else None
         for name in ("reward_model", "held_out_reward")
@@ -141,7 +142,7 @@ class _Evaluation:
     def evaluate(
         self, sources: Sequence[Source], reference: Source | None, pairs: Sequence[PreferenceRecord]
     ) -> list[RLHFEvaluator]:
-        """Let each model write, score and compare it; of models at most two are held at a time."""
+        """Sample from each model, score and compare it; at most two models are in memory at a time."""
         first = self._evaluator(reference, None) if reference else None
         evaluators = [first] if first else []
         for source in sources:
@@ -212,7 +213,7 @@ class _Evaluation:
         return evaluator
 
     def measure_rewards(self, pairs: Sequence[PreferenceRecord]) -> None:
-        """The accuracy of the rewards, which fails where they cannot score, before any model writes."""
+        """The accuracy of the rewards; rewards that cannot score fail here, before any model is sampled."""
         if not pairs:
             return
         rewards: dict[str, Any] = dict(self.rewards)
@@ -275,7 +276,7 @@ class _Evaluation:
         }
 
     def _write_completions(self, evaluators: Sequence[RLHFEvaluator]) -> None:
-        """All models' in one file, and each model's in a separate file, for `compare` and `samples`."""
+        """Write all completions to one file, and each model's to its own, for `compare` and `samples`."""
         every = []
         for evaluator in evaluators:
             rows = [finite(row) for row in _rows(evaluator)]
@@ -288,7 +289,7 @@ class _Evaluation:
         notes = [
             *self.notes,
             "Intervals are 95%, over prompts: completions of one prompt are resampled together.",
-            "Prompts are spread evenly over their file; each model drew with the same seed.",
+            "Prompts are spread evenly over their file; each model was sampled with the same seed.",
         ]
         notes += engine_notes(self.given, self.servers)
         if self.config.temperature != 1:
@@ -324,7 +325,7 @@ def _rows(evaluator: RLHFEvaluator) -> Iterator[dict[str, Any]]:
 
 
 def _spread(scores: Mapping[str, np.ndarray], prompts: int, samples: int) -> list[int]:
-    """Prompts to show: over the quantiles of the last model's reward, so that failures are among them."""
+    """Prompts to show: spread over the quantiles of the last model's reward, to include failures."""
     order = np.arange(prompts)
     if scores:
         order = np.argsort(list(scores.values())[-1][::samples], kind="stable")

@@ -32,7 +32,7 @@ def parse_source(given: str) -> Source:
 
 
 def check_sources(sources: Sequence[Source]) -> None:
-    """Refuse what cannot be evaluated, before anything is loaded."""
+    """Refuse sources that cannot be evaluated, before anything is loaded."""
     for source in sources:
         if [each.name for each in sources].count(source.name) > 1:
             raise UserError(
@@ -82,7 +82,7 @@ def fitting(
 
 
 def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) -> list[list[Written]]:
-    """`count` completions of each prompt from a file, which are found by the prompt's text."""
+    """`count` completions of each prompt from a file, matched by the text of the prompt."""
     found: dict[bytes, list[Written]] = {}
     for answer in read_answers(source.path):
         if answer.output is None:

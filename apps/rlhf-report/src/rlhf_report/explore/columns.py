@@ -1,4 +1,4 @@
-"""What the rows have in addition to their pair: columns to group by, and columns that are left unread."""
+"""Columns of the rows beside their pair: those to group by, and those that are left unread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rlhf-report explore` writes next to its page: findings, samples, a table for embedding tools."""
+"""Files that `rlhf-report explore` writes next to its page: findings, samples, a table to embed."""
 
 from __future__ import annotations
 

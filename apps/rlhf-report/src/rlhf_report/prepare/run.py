@@ -1,4 +1,4 @@
-"""The command's work: settings, both passes with their progress, and the folder."""
+"""`rlhf-report prepare`: its settings, both passes over the rows with their progress, and the folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WRITTEN_BY = "rlhf-report prepare"
 
 
 def run_prepare(given: dict[str, Any]) -> None:
-    """Prepare the data, write the folder, and say what was done."""
+    """Prepare the data, write the folder, and print a summary."""
     config = _settings(given)
     out = _folder(given)
     paths = list(given["data"])
@@ -47,7 +47,7 @@ def run_prepare(given: dict[str, Any]) -> None:
         )
     tokenizer = tokenizer_of(given["tokenizer"]) if given["tokenizer"] else None
     for path in given["against"]:
-        next(iter(scan_rows(path)))  # before the long work
+        next(iter(scan_rows(path)))  # refuses a bad file before the long work
     options = {"columns": columns, "source_column": given["source_column"]}
     with _progress() as report:
         if out is not None:

@@ -1,4 +1,4 @@
-"""What a preparation did, in sentences."""
+"""Sentences about a preparation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of `rlhf-report monitor`: poll the logs, show them, tell of alerts."""
+"""The loop of `rlhf-report monitor`: poll the logs, show them, report alerts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Watch:
         self._alerted: set[tuple[str, str]] = set()
 
     def poll(self) -> None:
-        """Take up what was logged since."""
+        """Read what was logged since the last poll."""
         grown = [log.poll() for log, _ in self.runs]
         runs = [(log, summarise(log)) for log, _ in self.runs]
         self._changed = any(grown) or [each.alerts for _, each in runs] != [
@@ -103,7 +103,7 @@ class _Watch:
         self.runs = runs
 
     def show(self, server: PageServer | None, live: Live | None) -> None:
-        """Renew what shows the runs, and tell of alerts that are new."""
+        """Update the display, the page and the figures, and report new alerts."""
         self._tell()
         plot, output = self.options.plot, self.options.output
         if live:
@@ -170,7 +170,7 @@ def _panel(log: RunLog, summary: Summary, plot: str) -> Panel:
     for key in shown_keys(log.rows, plot)[:_MOST]:
         points = pairs(log.rows, "step", key)
         newest = next((row["step"] for row in reversed(log.rows) if key in row), None)
-        # A metric that was logged last without a finite value has none, whatever it was before.
+        # A metric whose last logged value was not finite shows none, whatever it was before.
         last = f"{points[-1][1]:.4g}" if points and points[-1][0] == newest else "–"
         table.add_row(Text(key), Text(sparkline(points), style="blue"), Text(last))
     return Panel(Group(*lines, table), title=Text(summary.name), title_align="left")

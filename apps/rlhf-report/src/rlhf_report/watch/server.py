@@ -34,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        """The page; a request that names another host is one of a site that calls itself this machine."""
+        """Send the page; a request for another host comes from a site whose name points here."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in _NAMES:
             self.send_error(403)
@@ -52,14 +52,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: requests are not logged."""
+        """Do not log requests."""
 
 
 @contextmanager
 def serving(port: int) -> Iterator[PageServer]:
     """A server in a separate thread, for as long as the block runs.
 
-    Port 0 takes a free one.
+    Port 0 picks a free port.
     """
     try:
         server = PageServer(port)

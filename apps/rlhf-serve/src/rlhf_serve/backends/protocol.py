@@ -33,7 +33,7 @@ GAUGES = {
     "guesses": "Tokens that a draft has guessed, so far",
     "right_guesses": "Guessed tokens that became part of a completion, so far",
 }
-"""What `Backend.memory` measures."""
+"""The gauges of `Backend.memory`."""
 
 
 class Backend(Protocol):
@@ -48,11 +48,11 @@ class Backend(Protocol):
     vocab_size: int
     """Tokens that the model has, which may be fewer than the tokenizer's."""
     eos_token_ids: list[int]
-    """What ends a completion."""
+    """Tokens that end a completion."""
 
     @property
     def dead(self) -> bool:
-        """Whether what computes has ended for good, so that no request can be answered any more."""
+        """Whether the engine has stopped for good, so that no request can be answered any more."""
         ...
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:

@@ -110,7 +110,7 @@ class TransformersBackend:
 
 
 def _guesses(engine: TransformersEngine) -> dict[str, float]:
-    """What a draft has guessed so far; nothing without one."""
+    """Counts of a draft's guesses so far; empty without a draft."""
     if not isinstance(engine, SpeculativeDecoder):
         return {}
     return {"guesses": engine.tally.guesses, "right_guesses": engine.tally.right}

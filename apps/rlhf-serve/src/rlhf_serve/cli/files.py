@@ -1,4 +1,4 @@
-"""What commands over a file of prompts share: its rows, the engine, how completions are drawn."""
+"""Shared by commands over a file of prompts: its rows, the engine, how completions are drawn."""
 
 from __future__ import annotations
 

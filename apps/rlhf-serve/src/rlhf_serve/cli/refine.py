@@ -107,7 +107,7 @@ def _refiner(
 
 
 def _added(refinement: Refinement) -> dict[str, Any]:
-    """What a row gets; the draft that is kept is the first of the candidates."""
+    """The columns added to a row; the draft that is kept is the first of the candidates."""
     final = refinement.final
     others = [draft for place, draft in enumerate(refinement.drafts) if place != refinement.kept]
     return {

@@ -81,7 +81,7 @@ def _check_tree(settings: BatchSettings, search: SearchSettings) -> None:
 
 
 class TreeFile:
-    """The file of the trees, row by row as the output, of which `done` rows are there; trees of others go."""
+    """The file of trees, a row per row of the output; trees after the first `done` rows are dropped."""
 
     def __init__(self, path: str, done: int) -> None:
         self.path, self.begun = Path(path), False

@@ -26,10 +26,10 @@ _KEY = re.compile(r"[!-~]+")
 
 
 class KeyRing:
-    """API keys, of which only SHA-256 digests are kept.
+    """API keys, kept as SHA-256 digests only.
 
     A presented key is compared with every key of the ring, each in constant time, so that the time taken
-    tells nothing of how close a guess was.
+    does not tell how close a guess was.
 
     Args:
         keys: names and keys; a name None becomes `key-1`, `key-2` and so on, by position. No keys: the door
@@ -98,7 +98,7 @@ class KeyRing:
             )
         if name in self._digests:
             raise UserError(
-                f"API key: the name {name!r} comes twice; give every key a name of its own",
+                f"API key: the name {name!r} comes twice; give every key its own name",
                 code="repeated_name",
                 name=name,
             )

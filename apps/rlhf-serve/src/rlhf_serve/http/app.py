@@ -106,7 +106,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
 
 
 def _build_of(served: Served) -> dict[str, str]:
-    """What `/metrics` says of the server."""
+    """The labels that describe the server in `/metrics`."""
     return {
         "version": VERSION,
         "backend": served.service.backend.name,
@@ -116,7 +116,7 @@ def _build_of(served: Served) -> dict[str, str]:
 
 
 def _add_status(app: FastAPI, served: Served, settings: ServeSettings, metrics: Metrics) -> None:
-    """The page, and what the server says of itself."""
+    """Add the page and the routes about the server: health, readiness, version, metrics."""
 
     @app.get("/", include_in_schema=False)
     async def home() -> Response:

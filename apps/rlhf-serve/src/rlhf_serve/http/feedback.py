@@ -96,7 +96,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _last_line(file: BinaryIO, end: int) -> bytes:
-    """What a file of `end` bytes has after its last line break."""
+    """The bytes after the last line break of a file of `end` bytes."""
     tail, start = b"", end
     while start and b"\n" not in tail:
         step = min(_CHUNK, start)

@@ -65,14 +65,14 @@ class HTTPProtocol(H11Protocol):
             self.loop.call_later(_LINGER_S, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come, and see whether it ends a head or begins one."""
+        """Receive bytes, and see whether they end a request's head or begin one."""
         if self._refused:
             return
         super().data_received(data)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for a head."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -125,7 +125,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Those that wait to be entered."""
+        """The number of requests that wait to enter."""
         return len(self._queue)
 
     @asynccontextmanager

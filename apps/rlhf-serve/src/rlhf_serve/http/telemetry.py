@@ -131,7 +131,7 @@ class Metrics:
     def observe(self, method: str, route: str, status: int, seconds: float, record: RequestRecord) -> None:
         """Count one request that has ended.
 
-        `route` is the template of the route, or `OTHER`, never the path, of which there are any number.
+        `route` is the template of the route, or `OTHER`, never the path, whose values are unbounded.
         """
         known = method if method in _METHODS else OTHER
         self._requests.labels(known, route, str(status)).inc()

@@ -157,7 +157,7 @@ class Generation(Body):
     return_candidates: StrictBool = False
     """Return all candidates with their scores in `candidates`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """At least 0.01, 1 if null; 0 takes the likeliest token, of which there is one candidate only."""
+    """At least 0.01, 1 if null; 0 takes the likeliest token, so there is one candidate only."""
     top_p: Probability | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, le=_INT64)] | None = None
     """0 or -1 keep all tokens."""
@@ -166,7 +166,7 @@ class Generation(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
-    """What is added to the logits of tokens, by their ids."""
+    """Added to the logits of tokens, by their ids."""
     min_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
     """Null allows the rest of the context; 0 scores the prompt only."""

@@ -113,7 +113,7 @@ class ToolCallParser:
             yield from self._say(buffer[: len(buffer) - (0 if last else _held_back(buffer, mark))])
 
     def _say(self, text: str, read: int | None = None) -> Iterator[Part]:
-        """Content from the buffer, of which `read` characters are done with; None for those of the text."""
+        """Content from the buffer, whose first `read` characters are consumed; None for those of the text."""
         self._buffer = self._buffer[len(text) if read is None else read :]
         if text:
             self._spoken = True

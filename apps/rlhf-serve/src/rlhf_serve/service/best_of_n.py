@@ -38,7 +38,7 @@ class GenerationResult:
 
     @property
     def chosen(self) -> list[Candidate]:
-        """The choices that come back."""
+        """The choices that are returned."""
         return self.selected.top(self.request.n)
 
 
@@ -117,7 +117,7 @@ class BestOfNService:
     async def _prompt_logps(
         self, requests: Sequence[GenerationRequest], timing: Timing
     ) -> dict[int, PromptLogps]:
-        """Log-probs of the prompts of which they are requested, by their numbers."""
+        """Log-probs of the prompts for which they are requested, by index."""
         asked = {i: each for i, each in enumerate(requests) if each.prompt_logprobs is not None}
         if not asked:
             return {}
@@ -146,7 +146,7 @@ class BestOfNService:
     async def _score(
         self, scoring: Scoring, search: BestOfNSearch, request: GenerationRequest, timing: Timing
     ) -> None:
-        """Score what has no score yet; repeats have theirs already."""
+        """Score the candidates that have no score yet; repeats have theirs already."""
         if not (new := search.unscored()):
             return
         start = time.perf_counter()
@@ -159,7 +159,7 @@ class BestOfNService:
         search.give_scores(new, found.total, found.by_name)
 
     async def close(self) -> None:
-        """Give up what is running."""
+        """Cancel running work."""
         await self.backend.close()
         if self.scoring is not None:
             await asyncio.to_thread(self.scoring.close)

@@ -1,4 +1,4 @@
-"""What a request asks the service for, and the seconds that its parts took."""
+"""A request to the service, and the seconds that its parts took."""
 
 from __future__ import annotations
 

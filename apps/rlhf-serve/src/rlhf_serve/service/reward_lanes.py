@@ -32,18 +32,18 @@ class _Job:
 
 
 class Lane:
-    """Some reward functions with a thread; they get all that waits in one call.
+    """Reward functions with their own thread; all waiting completions are scored in one call.
 
-    Where a call fails, each request's part is tried alone, so that one request's mistake is not the others';
+    Where a call fails, each request's part is tried alone, so that one mistake does not fail the others;
     unless a connection failed, which would fail again for each of them.
 
     Args:
         sources: the functions.
         name: the thread's name.
         run: does a piece of work in the thread that it belongs to; None for the lane's own.
-        threads: CPU threads of the lane's own thread; None for what torch takes.
+        threads: CPU threads of the lane's own thread; None for torch's default.
         max_batch: completions in one call, unless one request alone has more.
-        last_s: seconds that a function has to come back when the lane is closed; None for any time.
+        last_s: seconds that a function has to return when the lane is closed; None for no limit.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Lane:
         return await asyncio.wrap_future(job.result)
 
     def close(self) -> None:
-        """Give up what waits, and end the thread; one that hangs keeps no process from ending."""
+        """Cancel waiting jobs and end the thread; a hanging one does not keep the process from ending."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -25,7 +25,7 @@ from rlhf_serve.service.reward_lanes import Lane, Rows
 from rlhf_serve.service.tokenization import ChatTokenizer
 
 _LAST_S = 1.0
-"""Seconds that a Python function has to come back when the server ends."""
+"""Seconds that a Python function has to return when the server ends."""
 _OWN = "rlhf_infer.rewards."
 """Modules of the rules, whose messages are about the texts and columns that a request brings."""
 
@@ -46,10 +46,10 @@ class Scores:
 
 
 class Scoring:
-    """Scores completions; no reward function holds up what does not wait for it.
+    """Scores completions; a slow reward function delays only the requests that use it.
 
-    - Models of this process share the thread that generation computes in, for a second one would only take
-      its cores. All completions that wait are scored in one call, which reads shared prompts once.
+    - Models of this process share the thread of generation: a second one would only compete for its
+      cores. All completions that wait are scored in one call, which reads shared prompts once.
     - Coroutine functions, such as scorers over HTTP, are awaited, those of all requests at the same time.
     - Other Python functions have a separate thread, which takes everything that waits in one call.
 
@@ -58,7 +58,7 @@ class Scoring:
         chat_tokenizer: decodes the policy's tokens; functions that count tokens get those of the completion's
             text, without special tokens.
         run: does a piece of work in generation's thread; None: at once.
-        threads: CPU threads of what computes; None for what torch takes.
+        threads: CPU threads of the models; None for torch's default.
         max_batch: completions in one call, unless one request alone has more.
     """
 
@@ -137,12 +137,12 @@ class Scoring:
         return Scores(_known(scores.total.tolist()), by_name)
 
     def nothing_scored(self, message: str) -> APIError:
-        """The error where all rewards say None: a client may know the message if its columns decide that."""
+        """The error where all rewards are None: the client sees the message if its columns are the cause."""
         checkers = [hasattr(function, "required_columns") for function in self.rewards.functions]
         return invalid_request(message, "reward_columns") if all(checkers) else reward_failed()
 
     def close(self) -> None:
-        """End the threads; what waits is given up."""
+        """End the threads; waiting calls are cancelled."""
         for lane in self._lanes:
             lane.close()
 
@@ -164,7 +164,7 @@ class Scoring:
 def _client_error(error: Exception, sources: Iterable[Source]) -> APIError:
     """A failure as the client sees it: the message of a model or a rule, which is about its request.
 
-    Anything else is the server's own affair.
+    Anything else stays on the server.
     """
     known = all(computes_with_torch(source.function) or _is_own(source.function) for source in sources)
     if known and isinstance(error, UserError) and not isinstance(error, ScorerUnavailable):

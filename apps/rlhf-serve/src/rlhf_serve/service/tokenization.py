@@ -26,10 +26,10 @@ class ChatTokenizer:
         self.workers = Workers()
         """Threads in which prompts are rendered and tokenised."""
         self.compilers = Workers(1, most_abandoned=2)
-        """A thread in which forms are compiled, so that no other request waits for one that takes long."""
+        """A thread in which constraints are compiled, so that a slow one delays no other request."""
         self._encoder = self._chats = Encoder(tokenizer)
         if getattr(tokenizer, "split_special_tokens", False):
-            # Chats are read otherwise, and no thread may change how a tokenizer reads while another reads.
+            # Chats need another setting, which a thread must not change while another one uses the tokenizer.
             own = copy.deepcopy(tokenizer)
             own("", split_special_tokens=False)
             self._chats = Encoder(own)
@@ -75,7 +75,7 @@ class ChatTokenizer:
         try:
             options = {"tokenize": False, "add_generation_prompt": True, **(template or {})}
             return self.tokenizer.apply_chat_template(prompt, **options)
-        except Exception as error:  # a template is a program, and fails as it likes
+        except Exception as error:  # a template is a program, and may raise anything
             raise invalid_request(
                 f"the chat template refuses the conversation ({error})", "messages"
             ) from error
@@ -95,7 +95,7 @@ class ChatTokenizer:
 
 
 def give_template(tokenizer: Any, template: str | None) -> None:
-    """Have a tokenizer use a chat template; None leaves it its own."""
+    """Set a tokenizer's chat template; None leaves it unchanged."""
     if template is not None:
         tokenizer.chat_template = template
 
@@ -139,14 +139,14 @@ class IncrementalDetokenizer:
 
     @property
     def sent_tokens(self) -> int:
-        """The first tokens that all of the text handed out comes from: no end, and nothing of a stop text."""
+        """The number of tokens that the text handed out comes from, without ends and stop texts."""
         return bisect.bisect_left(self.ends, self._sent) + 1 if self._sent else 0
 
     def _decoded(self, end: int) -> str:
         return self._chat_tokenizer.decode(self._ids[self._start : end])
 
     def _take(self, known: str, text: str) -> None:
-        """Add what `text` has after `known`, and say how much of it comes after each of the tokens not read.
+        """Append what `text` has after `known`, and set where each of the unread tokens ends in it.
 
         Bytes of a character that is never finished are replaced in the text; the last of them ends that.
         """

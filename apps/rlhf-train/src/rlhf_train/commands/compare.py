@@ -47,7 +47,7 @@ _NO_PLAN = ("resume", "output_dir")
 def run_compare(options: dict[str, Any]) -> None:
     """Plan, train and measure every run that is not finished, and write the report."""
     console = make_console()
-    if world_size() > 1:  # each would make a comparison of its own
+    if world_size() > 1:  # each process would make its own comparison
         raise UserError(
             f"torchrun has started {world_size()} processes, and a comparison starts those of its runs "
             f"itself; leave torchrun out, and give --set distributed.trainer_workers={world_size()}",

@@ -55,9 +55,9 @@ class Finding:
 
 
 def examine(port: int | None = None) -> list[Finding]:
-    """Look at everything that a run needs, and at a port that is to be free for a server.
+    """Look at everything that a run needs, and at a port a server needs.
 
-    A check that fails unexpectedly is a problem of its own.
+    A check that fails unexpectedly is itself reported as a problem.
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "Python": _python,
@@ -172,7 +172,7 @@ def _torch() -> Iterator[Finding]:
             yield Finding(name, "ok", shown)
         else:
             yield Finding(
-                name, "problem", f"{shown}; a product of ones has a wrong gradient", "reinstall torch"
+                name, "problem", f"{shown}; a matmul of ones gives a wrong gradient", "reinstall torch"
             )
     if len(devices) == 1:
         built = torch.version.cuda

@@ -136,7 +136,7 @@ def _started_in(root: Path) -> Path | None:
 
 
 def _open(root: Path) -> None:
-    """Make the folder, or take up that of an earlier run."""
+    """Make the folder, or reopen that of an earlier run."""
     config = root / "config.json"
     if config.is_file():
         try:
@@ -149,7 +149,7 @@ def _open(root: Path) -> None:
 
 
 def _show(pipeline: Pipeline, console: Console) -> None:
-    """What became of every stage, and where everything lies."""
+    """Print the status of every stage, and where its results are."""
     columns = (Column(name, overflow="fold") for name in ("stage", "kind", "status", "result"))
     table = Table(*columns, box=box.ROUNDED)
     for name, entry in pipeline.store.entries.items():
@@ -186,7 +186,7 @@ def _dry_run(pipeline: Pipeline, selection: Selection, console: Console, price: 
 
 @dataclass
 class _Row:
-    """What a stage would take, as far as that is known: seconds, and bytes of each process."""
+    """A stage's estimated cost, as far as it is known: seconds, and bytes of each process."""
 
     stage: Stage
     state: str

@@ -68,11 +68,11 @@ _WITHOUT_EFFECT = (
     *("early_stopping_threshold", "debug_gradient_flow", "debug_activations", "sample_steps"),
     *("ref_kl_rows", "stage_samples", "dataloader_num_workers"),
 )
-"""Keys that TRL does without, and that change no result."""
+"""Keys that TRL does not have, and that do not change the result."""
 
 
 def check_settings(name: str, config: JobConfig) -> None:
-    """Refuse what TRL cannot do."""
+    """Refuse settings that TRL cannot honour."""
     trainer = METHODS[name].trl
     if trainer is None:
         known = [method for method in METHODS if METHODS[method].trl]
@@ -99,8 +99,8 @@ def check_settings(name: str, config: JobConfig) -> None:
         )
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss_type == "sigmoid":
         raise UserError(
-            "TRL takes no notice of label_smoothing with loss_type sigmoid; "
-            "take loss_type robust, or leave out --backend trl",
+            "TRL ignores label_smoothing with loss_type sigmoid; "
+            "use loss_type robust, or leave out --backend trl",
             code="trl_refuses",
         )
     if ignored := _changed(config, _WITHOUT_EFFECT):
@@ -113,7 +113,7 @@ def check_settings(name: str, config: JobConfig) -> None:
 
 
 def _changed(config: JobConfig, keys: Sequence[str]) -> list[str]:
-    """Those of these keys that the config has and that are not at their defaults."""
+    """The keys that the config has and that are not at their defaults."""
     fields = type(config).model_fields
     return [key for key in keys if key in fields and getattr(config, key) != fields[key].default]
 
@@ -242,7 +242,7 @@ class TRLJob(Job):
             )
 
     def _arguments(self, config_class: Any, model: Any, rows: Rows) -> dict[str, Any]:
-        """TRL's arguments of the job's settings."""
+        """TRL's arguments for the job's settings."""
         config = self.config
         own = self.method.config.model_fields.keys() - TrainerConfig.model_fields.keys() - _CONVERTED
         known = own & {field.name for field in dataclasses.fields(config_class)}
@@ -277,7 +277,7 @@ class TRLJob(Job):
 
 
 def _classes(trainer: str | None) -> tuple[Any, Any]:
-    """TRL's trainer and config, from where the trainer is."""
+    """TRL's trainer, and the config class of the same module."""
     assert trainer is not None
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     place, _, name = trainer.rpartition(".")
@@ -286,7 +286,7 @@ def _classes(trainer: str | None) -> tuple[Any, Any]:
 
 
 def _as_trl_writes(tokenizer: Any) -> Any:
-    """A copy such that TRL's texts become this engine's tokens.
+    """A copy with which TRL's texts become the same tokens as in this engine.
 
     TRL writes the end token as text, and its CPO puts a start token in front even where the tokenizer itself
     does not.
@@ -299,7 +299,7 @@ def _as_trl_writes(tokenizer: Any) -> Any:
 
 
 def _peft_config(model: Any, config: JobConfig) -> Any:
-    """The config for peft of the same adapters as this engine adds."""
+    """A peft config for the adapters that this engine would add."""
     with torch.device("meta"):
         shape = type(model)(model.config)
         return apply_lora(shape, lora_settings(config)).peft_config["default"]
@@ -317,7 +317,7 @@ def _refusals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No telemetry, no bars, none of TRL's remarks on its own settings."""
+    """Turn off telemetry, progress bars, and warnings about TRL's own settings."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess

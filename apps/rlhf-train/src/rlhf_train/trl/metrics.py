@@ -32,7 +32,7 @@ class Recorder:
         self._mark = self._started
 
     def log(self, step: int, total: int, logs: dict[str, float]) -> None:
-        """Take in what was logged after a step."""
+        """Record what was logged after a step."""
         metrics = self.clean(logs)
         if self._started is None or not metrics:
             return

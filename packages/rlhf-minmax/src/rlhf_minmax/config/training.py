@@ -68,7 +68,7 @@ class GameLoopConfig(BaseConfig):
         return self
 
     def hardware(self) -> HardwareConfig:
-        """What shards the models; trained weights are computed with in fp32, frozen ones as loaded."""
+        """How the models are sharded; trained weights are computed in fp32, frozen ones as loaded."""
         sharding = {"fsdp": self.fsdp, "fsdp_cpu_offload": self.fsdp_cpu_offload}
         return HardwareConfig(deepspeed=self.deepspeed, bf16=False, fp16=False, **sharding)
 

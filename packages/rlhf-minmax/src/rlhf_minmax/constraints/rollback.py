@@ -85,7 +85,7 @@ class _Keeper:
             save_copies(folder, ((f"{number:06d}", *pair) for number, pair in pairs))
 
     def _load(self, folder: Path) -> None:
-        """Take up what `save` wrote; the parameters are the checkpoint's already."""
+        """Restore the state that `save` wrote; the parameters are the checkpoint's already."""
         if self.good:
             known = {f"{number:06d}": each for number, each in enumerate(self.parameters)}
             found = dict(load_copies(folder, known))
@@ -106,7 +106,7 @@ class PolicyGuard(_Keeper):
         self.best: float | None = None
 
     def observe(self, value: float, scale: float) -> bool:
-        """Take note of a step's mean value, after its update; whether the policy has collapsed.
+        """Record a step's mean value, after its update; whether the policy has collapsed.
 
         Args:
             value: of the answers that the policy gave as the step found it.
@@ -130,7 +130,7 @@ class PolicyGuard(_Keeper):
         return {"value": self.value, "best": self.best, "rollbacks": self.rollbacks}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take up what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
+        """Restore what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
         self.value, self.best, self.rollbacks = state["value"], state["best"], state["rollbacks"]
         self._load(folder)
 
@@ -148,7 +148,7 @@ class MonitorGuard(_Keeper):
         self._good_state: dict[str, Any] | None = None
 
     def remember(self, violation_ema: float, threshold: float, known: dict[str, Any]) -> None:
-        """Keep the monitor of the last `observe`, if it is good, with what else is `known` of it."""
+        """Keep the monitor of the last `observe` if it is good, with `known`, its state."""
         if violation_ema <= threshold or self.lowest is None or violation_ema < self.lowest:
             self.lowest = violation_ema
             self.good, self._good_state = self._measured, known
@@ -168,11 +168,11 @@ class MonitorGuard(_Keeper):
         return self.collapsed_steps >= self.config.patience
 
     def pass_over(self) -> None:
-        """Take note of a step whose monitor could not be measured; the next step finds it as updated."""
+        """Record a step without a measurement; the next one measures the monitor it leaves."""
         self._newest = self._copy()
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Put the last good monitor back; what was known of it, None for the start."""
+        """Restore the last good monitor; the state kept with it, None for the start."""
         self._put_back()
         self.collapsed_steps = 0
         return self._good_state
@@ -187,7 +187,7 @@ class MonitorGuard(_Keeper):
         }
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take up what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
+        """Restore what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
         self.collapsed_steps, self.rollbacks = state["collapsed_steps"], state["rollbacks"]
         self.lowest, self._good_state = state["lowest"], state["known"]
         self._load(folder)

@@ -67,7 +67,7 @@ class Teacher:
         return critique_text(evidence, "right" if claim == record.answer_text else "wrong")
 
     def true_evidence(self, record: QARecord, claim: str) -> str | None:
-        """What a truthful critic quotes on a claim; on any, where the rules know nothing on this one."""
+        """Evidence a truthful critic quotes on a claim; where rules have none, that of the right answer."""
         return self.rules.evidence_on(record, claim) or self.rules.correct_evidence(record)
 
     def sloppy_answer(self, record: QARecord) -> str:

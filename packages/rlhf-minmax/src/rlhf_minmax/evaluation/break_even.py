@@ -1,4 +1,4 @@
-"""The pre-flight check: from which judge's weight on does truth pay?"""
+"""The pre-flight check: the weight of the judge from which on truth pays."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNREAD = 0.01
 _ABOVE = 1.01
 """Margin over a story's break-even weight: at the weight itself both answers score the same."""
 _NEARLY_ALL = 0.95
-"""Share of the stories that is as good as all of them."""
+"""Share of the stories that counts as all of them."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
     """Gaps between the most tempting wrong answer and the right one, in standard deviations of each score.
 
-    Gaps and break-evens are means; what pays differs from story to story, which the shares tell.
+    Gaps and break-evens are means; the shares tell on how many stories the truth pays.
 
     Args:
         delta_reward: how much more the reward model likes the wrong answer.
@@ -86,7 +86,7 @@ def measure_scales(
 ) -> tuple[MinMaxPipeline, ReadRates]:
     """The pipeline with score scales fixed on the starting players' rollouts, and how many can be read.
 
-    Where next to no critique can be read, the judge's scale is that of truthful critiques of made-up answers:
+    Where almost no critique parses, the judge's scale is that of truthful critiques of made-up answers:
     scores without critiques spread too little to be a scale for those with one.
     """
     raw = replace(pipeline, reward_scale=Scale(), judge_scale=Scale())

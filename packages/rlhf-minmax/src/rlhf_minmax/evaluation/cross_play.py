@@ -17,7 +17,7 @@ class CrossPlay:
     """Rewards of P policies and M monitors against each other, with greedy decoding.
 
     A policy that has learned something lasting keeps its value against old and new monitors alike; one that
-    runs in circles wins only against the monitors of its own time.
+    runs in circles wins only against the monitors it was trained with.
 
     Args:
         policy_steps: steps of the P policies.

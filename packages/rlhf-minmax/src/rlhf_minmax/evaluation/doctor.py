@@ -28,7 +28,7 @@ class Sign:
         is_bad: whether an average is bad.
         text: what it means and what to change; formatted with the average as `value`, the config as
         `config`, and as `example` an answer of the policy.
-        unless: a share; where next to nothing of it is left, it is the cause, and says so itself.
+        unless: a share; where it is nearly 0, that is the cause, and has its own check.
     """
 
     key: str
@@ -150,14 +150,14 @@ class Doctor:
         return {"said": self.said, "seen": self._seen, "saturated": self._saturated}
 
     def look(self, metrics: Mapping[str, Any], example: str = "") -> list[str]:
-        """Take in the metrics of a step; findings that are new.
+        """Record the metrics of a step; the findings that are new.
 
         `example` is an answer of the step that is worded unlike made-up ones, if there is one.
         """
         return [*self._first_steps(metrics, example), *self._multiplier(metrics)]
 
     def unjudged(self) -> str | None:
-        """That a player that is trained learned in too few steps to be judged, if so; asked at the end."""
+        """A warning if a trained player learned in too few steps to be judged; asked for at the end."""
         updates = self.config.training.monitor_updates_per_policy
         players = ("policy", "monitor") if updates > 0 else ("policy",)
         learned = {player: len(self._seen.get(_seen_as(_NO_SPREAD[player]), ())) for player in players}

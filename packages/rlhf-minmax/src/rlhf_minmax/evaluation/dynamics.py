@@ -38,9 +38,9 @@ class Dynamics:
     warned: bool = False
 
     def update(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Take in a step.
+        """Record a step.
 
-        Of the metrics of the step it takes `monitor/updates`, `policy/updates` where it learned, both
+        It reads the metrics `monitor/updates`, `policy/updates` where it learned, both
         learning rates and `minmax/value`.
 
         Returns:

@@ -317,7 +317,8 @@ class MinMaxPipeline:
     ) -> tuple[Tensor, Tensor]:
         """(C,) violations of critiques, plain and as the constraint counts them.
 
-        (C,) `labels` are those of the criticised answers; `known` says of which there is one, None of all.
+        (C,) `labels` are those of the criticised answers; `known` says which critiques
+        have one, None that all have.
         """
         measure = self.config.constraint.measure
         parsed_only = not self.config.constraint.check_evidence
@@ -334,7 +335,7 @@ class MinMaxPipeline:
     def made_up_answer(
         self, batch: Sequence[QARecord], story: int, correct: bool, rng: random.Random
     ) -> Answer:
-        """An answer written by hand, as it were: the right choice, or a wrong one."""
+        """A templated answer with the right choice or a wrong one."""
         record = batch[story]
         wrong = [choice for choice in record.choices if choice != record.answer_text]
         choice = record.answer_text if correct else rng.choice(wrong)

@@ -140,10 +140,10 @@ def _no_labels(count: int, columns: QADatasetConfig) -> UserError:
 
 
 def hide_answers(records: Sequence[QARecord], share: float, *, seed: int) -> list[QARecord]:
-    """The records, of which only a share keeps its right answers: round(share · count), at least one.
+    """The records, with the right answers of only a share kept: round(share · count), at least one.
 
-    Which do depends on the seed and on the records' texts alone, so that a larger share keeps the answers of
-    a smaller one. Records that have no answer are the first to go without.
+    Which are kept depends on the seed and on the records' texts alone, so that a larger share keeps the
+    answers of a smaller one. Records without an answer count as hidden first.
     """
     labelled = [index for index, record in enumerate(records) if record.answer is not None]
     labelled.sort(key=lambda index: json_hash([seed, records[index].story, records[index].question]))

@@ -1,4 +1,4 @@
-"""The sum world's own rules: evidence is a working, which is checked and not quoted."""
+"""The sum world's own rules: evidence is worked arithmetic, which is checked rather than quoted."""
 
 from __future__ import annotations
 

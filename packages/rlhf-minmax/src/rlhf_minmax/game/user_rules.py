@@ -90,7 +90,7 @@ class UserRules(TextRules):
         self.own, self.named = own, named
 
     def _asked(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What a method of the user's returns; a record that it is asked about is its first argument."""
+        """The result of a method of the user's; a record that it is about is its first argument."""
         where = f"data.rules {self.named}: {method}"
         record = named.get("record", next(iter(arguments), None))
         if isinstance(record, QARecord) and record.where:
@@ -138,7 +138,7 @@ _RETURNS: dict[str, tuple[type, ...]] = {
     "supports": _FLAG,
     "refutes": (bool,),
 }
-"""What each method may return."""
+"""The types that each method may return."""
 for _method in _RETURNS:
     setattr(UserRules, _method, partialmethod(UserRules._asked, _method))
 _REFUTED = 32

@@ -75,7 +75,7 @@ class DualPPOOptimizer:
         )
 
     def players(self) -> dict[str, PlayerOptimizer]:
-        """Those that are trained, by role."""
+        """The players that are trained, by role."""
         return {"policy": self.policy} | ({"monitor": self.monitor} if self.monitor else {})
 
     @property
@@ -175,9 +175,9 @@ class DualPPOOptimizer:
         return under_short_names(self._truth.update(violation))
 
     def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> Metrics:
-        """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then.
+        """Keep a good monitor; roll a collapsed one back, with its multiplier; return the guard's metrics.
 
-        A batch without a label measures no monitor, good or bad.
+        A batch without a label says nothing about the monitor.
         """
         if output.mean_violation is None or self.dual.violation_ema is None:
             guard.pass_over()
@@ -247,7 +247,7 @@ class DualPPOOptimizer:
         }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote."""
+        """Restore the state that `save` wrote."""
         self.policy.load(folder, "policy")
         if self.monitor is not None and self.guard is not None:
             self.monitor.load(folder, "monitor")

@@ -74,7 +74,7 @@ class Stepper(ABC):
         """Add the gradient of a part of this process's share of the loss; the shares add up to the loss."""
 
     def sum_gradients(self) -> None:
-        """Put in the place of every gradient its sum over the processes, where `backward` does not do it."""
+        """Replace every gradient by its sum over the processes, where `backward` does not do it."""
         return
 
     def clip(self) -> Tensor | None:
@@ -83,10 +83,10 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self) -> Tensor | None:
-        """One step. The norm of the gradient where `clip` does not give it."""
+        """Step the optimizer; the norm of the gradient where `clip` does not give it."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps."""
+        """Set the learning rate of the next steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -96,14 +96,14 @@ class Stepper(ABC):
 
     @abstractmethod
     def weights_replaced(self) -> None:
-        """Take up weights that were written into the player, and forget what belongs to the old ones."""
+        """Start from weights that were written into the player, without the moments of the old ones."""
 
     def save(self, folder: Path, role: str) -> None:
         """Write the optimizer's state into a folder, where the players do not share it."""
         return
 
     def load(self, folder: Path, role: str) -> None:
-        """Take up what `save` wrote; the player's weights are the checkpoint's already."""
+        """Restore the state that `save` wrote; the player's weights are the checkpoint's already."""
         return
 
 

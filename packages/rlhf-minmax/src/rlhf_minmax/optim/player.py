@@ -279,13 +279,13 @@ class PlayerOptimizer:
             save_file({name: value.detach().cpu().contiguous() for name, value in tensors}, str(path))
 
     def load(self, folder: Path, role: str) -> None:
-        """Take up what `save` wrote."""
+        """Restore the state that `save` wrote."""
         if self.critic is not None and self.role is None:
             self.critic.load_state_dict(load_file(str(folder / f"{role}_critic.safetensors")))
         self.stepper.load(folder, role)
 
     def forget(self) -> None:
-        """Drop the optimizer's moments, which belong to weights other than those that have been put back."""
+        """Drop the optimizer's moments, which belong to the weights before a rollback."""
         self.stepper.weights_replaced()
 
 

@@ -73,7 +73,7 @@ class PastPlayers:
         """The oldest first."""
 
     def add(self, step: int, player: PolicyModel) -> None:
-        """Take in the player as it is now.
+        """Add the player as it is now.
 
         Raises:
             ValueError: `step` is not above the newest member's.
@@ -102,7 +102,7 @@ class PastPlayers:
             (folder / _MEMBERS).write_text(json.dumps(rows), encoding="utf-8")
 
     def load(self, folder: Path, player: PolicyModel) -> None:
-        """Take up what `save` wrote in place of the members there are, bit for bit."""
+        """Replace the members by those that `save` wrote, bit for bit."""
         known = player.parameters()
         try:
             rows = json.loads((folder / _MEMBERS).read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ class ModelUnit(ShardUnit, nn.Module):
         self.model = model
 
     def forward(self, function: Callable[[], Outputs]) -> Outputs:
-        """What a function returns; tensors in a dict, for hooks look for them there."""
+        """The result of a function; tensors are in a dict, where hooks look for them."""
         return function()
 
 
@@ -76,7 +76,7 @@ class GameModels(ShardUnit, nn.Module):
         self.heads = nn.ModuleList(heads)
 
     def forward(self, number: int, function: Callable[[], Outputs]) -> Outputs:
-        """What a function returns that uses the unit of a number."""
+        """The result of a function that uses unit `number`."""
         return self.units[number](function)
 
     def number_of(self, model: nn.Module) -> int:
@@ -88,7 +88,7 @@ class GameModels(ShardUnit, nn.Module):
         for number, unit in enumerate(self.units):
             if unit is model or getattr(unit, "model", None) is model:
                 return number
-        raise KeyError(f"a {type(model).__name__} is no model of the game")
+        raise KeyError(f"a {type(model).__name__} is not a model of the game")
 
 
 class ShardedGame(TrainedModule):
@@ -169,7 +169,7 @@ class ShardedGame(TrainedModule):
         return next(role for role, each in self.players.items() if each is player)
 
     def run(self, model: nn.Module, function: Callable[[], Outputs]) -> Outputs:
-        """What a function returns that makes one forward pass of a model; all processes must call it."""
+        """The result of a function that makes one forward pass of a model; all processes must call it."""
         return self(self.models.number_of(model), function)
 
     def generate(
@@ -198,7 +198,7 @@ class ShardedGame(TrainedModule):
     def score(
         self, model: nn.Module, announced: nn.Module, score: Callable[[], Tensor], idle: Callable[[], object]
     ) -> Tensor:
-        """What a function returns that makes any number of passes; every process must call it.
+        """The result of a function that makes any number of passes; every process must call it.
 
         Args:
             model: the model that makes them.
@@ -232,7 +232,7 @@ class ShardedGame(TrainedModule):
         self.forget(role)
 
     def forget(self, role: str) -> None:
-        """Take up weights that were written into the models, and drop a player's moments."""
+        """Start from weights that were written into the models, without a player's moments."""
         if self.parallel.deepspeed:
             self._deepspeed.refresh_fp32_params()
         for key, owner in self._state_keys():
@@ -306,7 +306,7 @@ class ShardedGame(TrainedModule):
         return [(each, roles[own.sub_group_to_group_id[number]]) for number, each in enumerate(flat)]
 
     def _hide_others(self, optimizer: Any) -> None:
-        """Take the gradients of players away that do not step, so that the optimizer passes them over."""
+        """Hide the gradients of players that do not step, so that the optimizer skips them."""
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["role"] != self._stepping else ():
                 if parameter.grad is not None:

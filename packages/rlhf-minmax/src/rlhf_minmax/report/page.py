@@ -45,7 +45,7 @@ _JUDGED = {
     "random": "a validator checks whether evidence drawn at random refutes it",
     "all": "a validator checks whether any evidence refutes it",
 }
-"""What becomes of an answer, by who chooses a validator's checks; None for another judge."""
+"""How an answer is judged, by who chooses a validator's checks; None for another judge."""
 _WHERE = {"before": "at the start", "plain": "after plain RLHF", "after": "after MinMax"}
 _TILE_FACTS = (("policy/hack_rate", "hack rate"), ("policy/reward_score", "reward score"))
 _BREAK_EVEN = (

@@ -81,7 +81,7 @@ def validator(metrics: Rows, results: dict[str, Any], config: dict[str, Any]) ->
 
 
 def _sampled_answers(steps: int, results: dict[str, Any], config: dict[str, Any]) -> int | None:
-    """Answers of the policy in that many steps; the last one of an epoch has the stories that are left."""
+    """Answers of the policy in that many steps; the last step of an epoch has the remaining stories."""
     stories = (results.get("labels") or {}).get("stories")
     size = (config.get("training") or {}).get("batch_size")
     group = (config.get("game") or {}).get("num_generations")

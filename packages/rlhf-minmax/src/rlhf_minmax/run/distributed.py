@@ -38,11 +38,11 @@ def plan_devices(config: MinMaxConfig, machine: Machine | None = None) -> Device
 
 
 def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
-    """Refuse what FSDP and DeepSpeed cannot do, and FSDP in a single process.
+    """Refuse settings that FSDP and DeepSpeed do not support, and FSDP in a single process.
 
     Args:
         config: the run's settings.
-        processes: how many it is planned for; None are those that torchrun started.
+        processes: how many the run is planned for; None for those that torchrun started.
     """
     processes = processes or world_size()
     training = config.training
@@ -65,7 +65,7 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
 
 
 def check_inputs(config: MinMaxConfig) -> None:
-    """Refuse models, rows and rules that are others on another machine; every process must call it.
+    """Refuse models, rows and rules that differ between machines; every process must call it.
 
     Raises:
         UserError: processes see different ones, or some see none.

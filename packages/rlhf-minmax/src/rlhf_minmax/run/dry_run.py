@@ -1,4 +1,4 @@
-"""A dry run: everything is resolved and checked, tokens and memory are estimated, nothing is trained."""
+"""The dry run: resolve and check everything, estimate tokens and memory, train nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RULED = {
     "rule": "a rule: reads the verdict word",
     "validator": "the data set's rules: check whether a critique refutes its answer",
 }
-"""What the dry run says of judges without a model."""
+"""The dry run's descriptions of judges without a model."""
 _Sampled = tuple[list[list[int]], int, PlayerConfig]
 """A player's prompts, completions of each, and settings."""
 _ASKED_IN_EVALUATION = 3
@@ -48,11 +48,11 @@ _ASKED_OF_PROBE = 5
 _ASKED_OF_RESPONSE = 4
 """Requests per held-out story of both best-response probes: before and after each."""
 _CHARACTERS_PER_TOKEN = 4
-"""Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
+"""For English text in the tokenizers of APIs, by the rule of thumb that their vendors state."""
 
 
 def plan_run(config: MinMaxConfig, machine: Machine | None = None) -> dict[str, Any]:
-    """Resolve and check a run without training; what it would do, with how many tokens and how much memory.
+    """Resolve and check a run without training it; its plan, with estimated tokens and memory.
 
     Loads the data and the tokenizers, never weights. Tokens are those of one step's real prefix trees, with
     completions of `max_new_tokens`, so they are an upper bound; memory as `estimate_memory` says.
@@ -146,12 +146,12 @@ def step_tokens(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[st
 
 
 def _completed(prompts: list[list[int]], count: int, player: PlayerConfig) -> list[TokenSequence]:
-    """`count` completions of each prompt, as long as they may get."""
+    """`count` completions of each prompt, of the maximum length."""
     return [each for ids in prompts for each in longest_completions(ids, count, player.max_new_tokens)]
 
 
 def _sampled(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, _Sampled]:
-    """Prompts, completions per prompt and settings of either player, for the first batch of stories."""
+    """Prompts, completions per prompt and settings of both players, for the first batch of stories."""
     batch = stories.train[: config.training.batch_size]
     num_made_up = _num_made_up(config, stories)
     criticised = [
@@ -199,7 +199,7 @@ def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:
 
 
 def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
-    """At the start, at the end, of the plain policy, and on the way."""
+    """Evaluations at the start, at the end, of the plain policy, and during training."""
     training = config.training
     steps = training.num_steps(len(stories.train))
     return 2 + config.baseline + steps // (training.eval_steps or steps + 1)
@@ -251,7 +251,7 @@ def _where(config: MinMaxConfig, info: ModelInfo, host: Host | None) -> str:
     if host is not None:
         owners = "players'" if share_backbone(config) else f"{host}'s"
         return f": adapter on the {owners} backbone"
-    return ": adapter on a backbone of its own" if info.adapter is not None else ""
+    return ": adapter on its own backbone" if info.adapter is not None else ""
 
 
 def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:

@@ -50,11 +50,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @dataclass
 class Held:
-    """What is on one device, before it is parted between processes.
+    """The contents of one device, before they are divided between processes.
 
     Attributes:
         trained: parameters by player, its critic's included.
-        probed: parameters that a best-response probe trains with an optimizer of its own.
+        probed: parameters that a best-response probe trains with its own optimizer.
         frozen: bytes of weights that are not trained, the references left out.
         unsharded: bytes of the scales of 4-bit weights, which every process has.
         reference: bytes of references.
@@ -119,7 +119,7 @@ def estimate_memory(
 
 
 def _phases(config: MinMaxConfig, held: Held, device: torch.device, machine: Machine) -> Phases:
-    """What is on a device as a process has it."""
+    """A device's memory by phase, for one process."""
     training, total = config.training, sum(held.trained.values())
     hardware = training.hardware()
     moments = float(MOMENT_BYTES[training.optim])

@@ -102,7 +102,7 @@ class MinMaxJob:
     _warned: list[str] = field(default_factory=list, init=False)
     """Warnings of before the first step."""
     _beginning: dict[str, str] = field(default_factory=dict, init=False)
-    """What the run's stories and rules are known by."""
+    """Hashes that identify the run's stories and rules."""
 
     def play(self, *, resume: bool = False) -> dict[str, Any]:
         """Run everything, or what is left of an interrupted run; the results.

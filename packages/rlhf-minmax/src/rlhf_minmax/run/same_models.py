@@ -1,4 +1,4 @@
-"""What a run's models say at its beginning, by which a resumed run sees that they are the same."""
+"""A fingerprint of a run's models at its start, by which a resumed run sees that they are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Marks = dict[str, list[float]]
 
 
 def marks_of(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> Marks:
-    """What models say of the right answers to the first labelled stories; all processes must call it.
+    """The models' scores of right answers to the first labelled stories; all processes must call it.
 
     By answer the scores of the reward model and of a judge that is a model here, in standard deviations and
     without a critique; and the players' mean log-probs over its tokens, unless the players are sharded.

@@ -311,7 +311,7 @@ class MinMaxTrainer:
             state["dual"] = self.optimizer.save(folder)
 
     def resume(self) -> bool:
-        """Take up the newest complete checkpoint of the run folder; whether there was one.
+        """Load the newest complete checkpoint of the run folder; whether there was one.
 
         Raises:
             UserError: the checkpoint was made with other data or other models.

@@ -21,7 +21,7 @@ from rlhf_models import ScalarModel, causal_lm, head_of, token_logps
 
 
 class ScoredInParts:
-    """A reward model or a judge of which every process scores a part, and gets all scores.
+    """A reward model or judge whose work is split: every process scores a part, and gets all scores.
 
     The scorer has `score(*columns, **options)`, columns being equally long; the same on every process.
     """
@@ -93,7 +93,7 @@ class ScoredByFirst:
 
 
 def model_of(scorer: object) -> ScalarModel | SharedScorer | PromptedJudge | None:
-    """What runs a scorer's model on this machine; None of a scorer without one."""
+    """The object that runs a scorer's model on this machine; None for a scorer without one."""
     while isinstance(scorer, ChatReward | HeadJudge):
         scorer = scorer.model
     return scorer if isinstance(scorer, ScalarModel | SharedScorer | PromptedJudge) else None

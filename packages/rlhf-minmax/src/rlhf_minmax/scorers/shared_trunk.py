@@ -26,7 +26,7 @@ from rlhf_models import (
 )
 
 Host = Literal["policy", "monitor"]
-"""The player whose backbone a scorer is an adapter of."""
+"""The player whose backbone carries a scorer's adapter."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def scorer_host(
 ) -> Host | None:
     """The player on whose backbone a scorer is an adapter; None for one with its own model.
 
-    It is one where its folder holds an adapter with a head that was trained on the player's model, the player
+    It is an adapter where its folder holds one with a head that was trained on the player's model, the player
     trains an adapter too, and device and quantisation are the same. `share_backbone` true demands it, and
     takes the backbone's quantisation; false forbids it.
     """

@@ -28,7 +28,7 @@ def command(data: tuple[str, ...], out: str, **options: Any) -> None:
     """Write data as shards that can be read in any order, for training with streaming=true.
 
     DATA are files of any form, folders, patterns, or names on the hub, one after another. The folder appears
-    when all of it is written; what was interrupted starts again.
+    once it is complete; an interrupted run starts again.
     """
     from rlhf_data import write_shards
 
