@@ -54,5 +54,5 @@ def _suites(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unfinished(path: Path) -> bool:
-    """Whether a folder holds no more than what an interrupted report left."""
+    """Whether a folder holds only what an interrupted report left."""
     return path.is_dir() and all(each.name in ("items.jsonl",) for each in path.iterdir())

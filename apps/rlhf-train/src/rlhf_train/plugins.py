@@ -46,7 +46,7 @@ def load_methods(file: str) -> list[str]:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a program of the user's, which fails as it likes
+    except (Exception, SystemExit) as error:  # the user's program, which may raise anything
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]

@@ -67,7 +67,7 @@ class DualState:
     overshoot: float = 0.0
 
     def saturated(self, settings: DualSettings) -> bool:
-        """Whether λ lies at one of its bounds; a fixed one has none."""
+        """Whether λ is at one of its bounds; a fixed one has none."""
         return settings.rule != "fixed" and (
             self.multiplier <= settings.minimum or self.multiplier >= settings.maximum
         )

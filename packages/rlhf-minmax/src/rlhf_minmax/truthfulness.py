@@ -93,7 +93,7 @@ def weighted_violations(
 def mean_violation(weighted: Tensor, known: Tensor) -> float | None:
     """The batch's violation, which moves λ: the mean over the critiques whose label is known.
 
-    The others can only be found ungrounded, so that with them the mean would estimate no error rate.
+    The others can only be found ungrounded, so with them the mean would not estimate an error rate.
 
     Args:
         weighted: (B,) what `weighted_violations` returned.

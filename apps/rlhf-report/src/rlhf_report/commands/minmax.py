@@ -1,4 +1,4 @@
-"""`rlhf-report minmax`: the report of a game, written again from its run folder."""
+"""`rlhf-report minmax`: the report of a game, rewritten from its run folder."""
 
 from __future__ import annotations
 

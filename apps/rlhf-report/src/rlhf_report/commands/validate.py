@@ -1,4 +1,4 @@
-"""`rlhf-report validate`: completions with what is wrong with each."""
+"""`rlhf-report validate`: flaws of completions."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from rlhf_report.options import dtype_option, explained, report_dir_option
 def command(**options: Any) -> None:
     """Look for flaws of completions that need no right answer.
 
-    DATA has rows with prompt and completion, such as the output of `rlhf-serve generate`. Found are
-    repetition, echo of the prompt, another language, an end in the middle of a sentence, nothing at all; with
-    --reference and --human also what is unlikely, what is bland, and sentences in a wrong order; with --nli
-    sentences that contradict the row's source.
+    DATA has rows with prompt and completion, such as the output of `rlhf-serve generate`. It finds
+    repetition, echo of the prompt, another language, an end in the middle of a sentence, and empty ones; with
+    --reference and --human also unlikely and bland ones, and sentences in a wrong order; with --nli sentences
+    that contradict the row's source.
     """
     from rlhf_report.validate import run_validation
 

@@ -28,7 +28,7 @@ _LONGEST = 6000
 """Characters of a text that is shown; the rest is in the file."""
 
 _CONTROLLED = (
-    "<p>What the win rate would be if both texts were equally long and had as many headings, list items and "
+    "<p>The win rate if both texts were equally long and had as many headings, list items and "
     "bold passages: a logistic model, refitted in each resample. A positive effect of length is a verdict "
     "that likes longer texts (log-odds). Where one model always writes more, equal length is extrapolation, "
     "and the interval is wide.</p>"
@@ -37,7 +37,7 @@ _PAIRS = (
     "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. Last column: the "
     "smallest difference that this many prompts detect with 80% power.</p>"
 )
-_SLICES = "<p>Intervals of slices are not corrected for how many there are: read them as hints.</p>"
+_SLICES = "<p>Intervals of slices are not corrected for the number of slices: read them as hints.</p>"
 
 
 def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> str:
@@ -119,7 +119,7 @@ def _controlled(found: dict[str, Any]) -> str:
         for pair in pairs
     ]
     alpaca = "; ".join(f"{model['name']} {percent(model['alpaca_eval'])}" for model in models)
-    said = f"By the model of AlpacaEval 2, without its difficulties of instructions: {alpaca}."
+    said = f"By AlpacaEval 2's model, without its term for the instruction's difficulty: {alpaca}."
     return _CONTROLLED + f"<p>{text(said)}</p>" * bool(models) + table(head, rows, numeric=True)
 
 

@@ -165,7 +165,7 @@ def _common_metric(files: Sequence[str]) -> str:
     metric = default_metric(names or set())
     if metric is None:
         seen = f"they share {', '.join(sorted(names))}" if names else "they share none"
-        raise UserError(f"which score is to be compared? {seen}; name one with --metric")
+        raise UserError(f"which score should be compared? {seen}; name one with --metric")
     return metric
 
 

@@ -37,7 +37,7 @@ def run_panels(
         lines = [line_of(run) for run in runs]
         if any(len(x) for x, _ in lines):
             draw = _drawn(groups, lines, x_label, y_label)
-            panels.append(make_panel(title, f"{title}; one line a run", draw, height=4.2))
+            panels.append(make_panel(title, f"{title}; one line per run", draw, height=4.2))
     return panels
 
 

@@ -64,7 +64,7 @@ def samples_of(
 def write_pairs(
     path: Path, spool: Path, read: ReadPairs, found: Exploration, groups: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    """Write one row a pair: its place, the heads of its texts, its features, what it breaks.
+    """Write one row per pair: its place, the heads of its texts, its features, what it breaks.
 
     `groups` are the (n,) groups of near-duplicate prompts, and of near-duplicate rows.
     """

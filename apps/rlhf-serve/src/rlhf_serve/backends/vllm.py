@@ -61,7 +61,7 @@ class VLLMBackend:
         further = vllm_settings(settings).engine_arguments()
         set_environment()
         if settings.tensor_parallel_size == 1:
-            # On CPUs vLLM would compute in a further process, and wait for it busily on cores that it needs.
+            # On CPUs vLLM would compute in a further process, and busy-wait on cores which that needs.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -70,7 +70,7 @@ class VLLMBackend:
         check_files(model)
         tokenizer = load_tokenizer(model)
         arguments: dict[str, Any] = {"worker_extension_cls": "rlhf_infer.vllm.worker.WorkerExtension"}
-        # They observe every token of every request in the event loop's thread, and are never read.
+        # Statistics would observe every token in the event loop's thread, and are never read.
         arguments["disable_log_stats"] = True
         try:
             arguments |= platform_arguments(model, settings.max_model_len) | further
@@ -208,7 +208,7 @@ def vllm_settings(settings: ModelSettings) -> VLLMSettings:
 
 
 def _speculation(settings: ModelSettings) -> dict[str, bool | int | float | str] | None:
-    """Drafts in vLLM's words."""
+    """Draft settings under vLLM's names."""
     if settings.draft_alternatives:
         raise UserError(
             "draft_alternatives needs the transformers backend; give --backend transformers, or leave it out",

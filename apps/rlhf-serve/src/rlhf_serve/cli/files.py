@@ -14,7 +14,7 @@ from rlhf_serve.settings import FileSettings, RowsSettings
 
 
 def prompt_rows(settings: RowsSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt: its own, or what comes before its completions."""
+    """The rows of the input, each with a prompt: its own, or the text before its completions."""
     rows = list(read_rows(settings.input_path))
     found = []
     for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
@@ -31,7 +31,7 @@ def open_engine(
 ) -> tuple[Any, Callable[[], None]]:
     """The engine, whose tokenizer has the chat template, and the function that closes it.
 
-    Before vLLM starts, which takes a minute, what it would refuse is looked for in the rows after `done`.
+    The rows after `done` are first checked for prompts vLLM would refuse, as it takes a minute to start.
     """
     if wants_vllm(settings):
         from rlhf_infer import VLLMEngine

@@ -28,7 +28,7 @@ Sampler = BestOfNSampler | TreeSampler
 
 
 def generate(settings: BatchSettings) -> None:
-    """Write the best completion of every prompt, after those that the output has already."""
+    """Write the best completion of every prompt that the output does not have yet."""
     check_search(settings)
     prompts = prompt_rows(settings)
 
@@ -83,7 +83,7 @@ def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComp
         )
     if budget > settings.n:
         raise UserError(
-            f"the budget is {budget} samples per prompt and n, the most of one prompt, {settings.n}; lower "
+            f"the budget is {budget} samples per prompt and n, the most for one prompt, {settings.n}; lower "
             "the budget or raise n"
         )
     return AdaptiveComputeAllocator(min_samples=max(1, min(4, budget // 2)), max_samples=settings.n)

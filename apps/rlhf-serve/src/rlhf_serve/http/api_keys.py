@@ -149,7 +149,9 @@ def _from_file(path: Path) -> list[tuple[str | None, str]]:
             f"API keys {path}: cannot be read ({reason}); expected one key per line", code="unreadable_file"
         ) from error
     if os.name == "posix" and mode & 0o077:
-        logger.warning("API keys %s: others than the owner may open this file; run `chmod 600` on it", path)
+        logger.warning(
+            "API keys %s: users other than the owner may open this file; run `chmod 600` on it", path
+        )
     keys = [
         _entry(line, f"API keys {path}, line {number}")
         for number, line in enumerate(lines, 1)

@@ -109,7 +109,7 @@ def as_api_error(error: Exception, method: str, path: str) -> APIError:
     if not isinstance(error, HTTPException):
         raise TypeError(f"{error!r} has no error handler") from error
     status, message = error.status_code, str(error.detail)
-    if message == http.client.responses.get(status):  # Starlette says no more than the status
+    if message == http.client.responses.get(status):  # Starlette gives only the status
         if status == 404:
             message = f"{method} {shown(path)} does not exist here"
         elif status == 405:

@@ -109,7 +109,7 @@ def _last_line(file: BinaryIO, end: int) -> bytes:
 class FeedbackLog:
     """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated.
 
-    Rows have the served model's name, and the folder where it lies: a link such as a pipeline's
+    Rows have the served model's name, and its folder: a link such as a pipeline's
     `current/policy` leads to another model later.
     """
 

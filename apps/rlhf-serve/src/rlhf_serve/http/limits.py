@@ -78,7 +78,7 @@ class RateLimiter:
 
 
 class ConcurrencyLimiter:
-    """At most `limit` requests of a key at a time; those that are over are remembered nowhere."""
+    """At most `limit` concurrent requests per key; finished ones leave no trace."""
 
     def __init__(self, limit: int) -> None:
         if limit < 1:

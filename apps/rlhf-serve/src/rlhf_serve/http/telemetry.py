@@ -59,7 +59,7 @@ class RequestRecord:
     selected_rewards: list[float] = field(default_factory=list)
     """Of those returned."""
     prompt: str | None = None
-    """Logged only if prompts are to be logged."""
+    """Logged only if prompts are logged."""
     error: str | None = None
     """The code of the error that was answered."""
     cancelled: bool = False

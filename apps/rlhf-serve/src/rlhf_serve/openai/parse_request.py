@@ -349,7 +349,7 @@ def _counts(body: Generation, settings: ServeSettings, scored: bool) -> tuple[in
         raise invalid_request(f"n is {n} and {name} is {candidates}; expected n <= {name}", name)
     if selection == "none" and candidates != n:
         raise invalid_request(
-            "without selection every candidate comes back; leave best_of out, or select", "best_of"
+            "without selection every candidate is returned; leave best_of out, or select", "best_of"
         )
     for name, value in (("n", n), ("best_of", candidates)):
         if value > settings.max_n:

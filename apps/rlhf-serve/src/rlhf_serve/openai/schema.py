@@ -141,7 +141,7 @@ class Generation(Body):
     model: ModelName
     """Name of the model, as `/v1/models` lists it."""
     n: Count | None = None
-    """Choices that come back, best first; 1 if null."""
+    """Choices that are returned, best first; 1 if null."""
     best_of: Count | None = None
     """Candidates that are drawn; null for the server's number."""
     stop_early: StopEarly | StrictBool | None = None

@@ -51,7 +51,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest, chat_template: Any) -> ToolUse | None:
-    """The tools of a request; None where there are none, or none is to be called.
+    """The tools of a request; None where there are none, or none may be called.
 
     Raises:
         APIError: 400: a tool is malformed, or the model's chat template has no place for tools.
@@ -163,7 +163,7 @@ def _tag(function: Mapping[str, Any], call_format: CallFormat) -> dict[str, Any]
     try:
         check_schema(function["parameters"])
         schema = function["parameters"]
-    except UserError:  # strict tools have been checked, of others no more is promised than an object
+    except UserError:  # strict tools have been checked; for others only an object is promised
         schema = {"type": "object"}
     return {
         "type": "tag",

@@ -43,7 +43,7 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """End the threads that are idle, the others when they have done their work."""
+        """End idle threads now, and the others when their work is done."""
         for _ in range(self._count):
             self._work.put(None)
 

@@ -172,7 +172,7 @@ def _run_all(
     steps: Mapping[str, int],
     console: Console,
 ) -> None:
-    """Train and measure every run; one that fails does not keep the others from it."""
+    """Train and measure every run; a run that fails does not stop the others."""
     failed = []
     for arm, seed, folder in plan.folders(run.path):
         try:

@@ -45,7 +45,7 @@ class Finding:
         name: what was looked at.
         status: `ok`; `note`, where something optional is missing; `problem`, where runs would fail.
         found: what is there.
-        advice: what to do about it; empty where nothing is to be done.
+        advice: what to do about it; empty where nothing needs doing.
     """
 
     name: str

@@ -153,7 +153,7 @@ class ConsoleEvents(Events):
         )
 
     def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
-        """The table of the three columns, some exchanges, the time, and where everything lies."""
+        """The table of the three columns, some exchanges, the time, and where the files are."""
         columns = [(title, results[block]) for block, title in _BLOCKS.items() if results.get(block)]
         titles = [Column(title, justify="right") for title, _ in columns]
         table = Table("", *titles, title="Held-out stories, greedy", title_justify="left", box=box.ROUNDED)

@@ -13,7 +13,7 @@ from rlhf_train.display.console import warning_line
 
 
 class LogLines:
-    """Within this context the loggers of these names print to a console, and nowhere else.
+    """Within this context the loggers of these names print only to a console.
 
     Warnings are marked as such, and each text is printed once.
     """

@@ -90,7 +90,7 @@ class TrainingDisplay:
             self.console.print(Text(f"built {stage}: {total} steps"))
 
     def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
-        """The table of held-out metrics at the start and at the end, the time, and where everything lies."""
+        """The table of held-out metrics at the start and at the end, the time, and where the files are."""
         self.show_table(results)
         self.show_end(results, run)
 
@@ -106,7 +106,7 @@ class TrainingDisplay:
         self.console.print(table)
 
     def show_end(self, results: dict[str, Any], run: RunFolder) -> None:
-        """The time, and where everything lies."""
+        """The time, and where the files are."""
         spent = results.get("wall_time")
         if spent:
             parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items() if part != "total")

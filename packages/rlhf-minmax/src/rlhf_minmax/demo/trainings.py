@@ -126,7 +126,7 @@ class DemoBuilder:
         """A base that learned correct answers and critiques, and its share of true verdicts.
 
         Verdicts come last and all at once; a base that is let go too early spoils every model made from it.
-        From some initial weights they do not come at all: then it is trained again from others.
+        From some initial weights they are never learned: then it is trained again from others.
         """
         enough = min(_STUCK, self.settings.least_verdict_accuracy)
         base, accuracy = self._attempt(fresh(self.seed), _PRETRAINED)

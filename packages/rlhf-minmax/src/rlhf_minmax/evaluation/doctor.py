@@ -47,7 +47,7 @@ _SIGNS = (
     Sign(
         "monitor/parse_rate",
         lambda value: value < 1 - _MOST,
-        "only {value:.0%} of the critiques keep the form, the others teach nothing but the form; fine-tune "
+        "only {value:.0%} of the critiques keep the form, and the others teach only the form; fine-tune "
         "the monitor on examples, or give the form in monitor_model.prompt_template",
     ),
     Sign(

@@ -10,14 +10,14 @@ from rlhf_minmax.config.training import TIME_SCALE_LIMIT
 from rlhf_minmax.evaluation.diagnostics import oscillation
 
 _WINDOW = 16
-"""Steps whose game values tell of oscillation."""
+"""Steps over which oscillation of the game's value is measured."""
 _JUDGED_FROM = 8
 """Steps of a learning policy before a time scale is judged."""
 
 
 @dataclass
 class Dynamics:
-    """Sums over a run that tell how far each player was allowed to move; plain values, for checkpoints.
+    """Sums over a run: how far each player was allowed to move; plain values, for checkpoints.
 
     Args:
         monitor_travel: Σ learning rate x updates of the monitor in steps in which the policy learned.
@@ -40,8 +40,8 @@ class Dynamics:
     def update(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
         """Record a step.
 
-        It reads the metrics `monitor/updates`, `policy/updates` where it learned, both
-        learning rates and `minmax/value`.
+        It reads the metrics `monitor/updates`, `policy/updates` where the policy learned, both learning rates
+        and `minmax/value`.
 
         Returns:
             `dynamics/update_ratio` (monitor's updates per update of the policy in this step, None if it
@@ -62,7 +62,7 @@ class Dynamics:
 
     @property
     def time_scale(self) -> float | None:
-        """How much further than the policy the monitor may have moved so far; None before the policy did."""
+        """The monitor's travel divided by the policy's, so far; None before the policy has learned."""
         return self.monitor_travel / self.policy_travel if self.policy_travel else None
 
     def time_scale_warning(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Settings that are given and do nothing beside the others."""
+"""Settings that are given and have no effect with the others."""
 
 from __future__ import annotations
 

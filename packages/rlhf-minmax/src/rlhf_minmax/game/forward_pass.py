@@ -81,7 +81,7 @@ class MinMaxOutput:
     """The result of one forward pass of the game.
 
     Args:
-        records: the S stories, and behind them those whose answers were criticised where those are others.
+        records: the S stories, then those whose answers were criticised, where they are others.
         answers: S·N sampled answers, those of a story adjacent.
         rewards: (S·N,) standardised reward-model scores.
         judged: the J answers that were criticised: one sampled answer per story, then made-up ones.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Seconds by part; a part may come many times, and no part lies in another."""
+    """Seconds by part; a part may be timed many times, and no part contains another."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

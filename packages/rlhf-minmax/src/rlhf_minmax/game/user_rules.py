@@ -25,7 +25,7 @@ def load_rules(config: MinMaxConfig) -> TextRules:
     if isinstance(found, type) and issubclass(found, TextRules):
         try:
             found = found(words)
-        except (Exception, SystemExit) as error:  # a class of the user's, which fails as it likes
+        except (Exception, SystemExit) as error:  # the user's class, which may raise anything
             raise UserError(
                 f"data.rules {named} cannot be made from min_evidence_words ({type(error).__name__}: "
                 f"{error}); give its __init__ the arguments of rlhf_minmax.TextRules",
@@ -97,7 +97,7 @@ class UserRules(TextRules):
             where += f", of {record.where},"
         try:
             found = getattr(self.own, method)(*arguments, **named)
-        except (Exception, SystemExit) as error:  # code of the user's, which fails as it likes
+        except (Exception, SystemExit) as error:  # the user's code, which may raise anything
             unmade = isinstance(error, AttributeError)
             hint = ", and call super().__init__ in an __init__ of your own" if unmade else ""
             raise UserError(

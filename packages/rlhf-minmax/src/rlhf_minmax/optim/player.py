@@ -53,7 +53,7 @@ def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> 
         rewards: (B,).
         groups: (B,) index of each completion's group.
         baseline: `group` the group's mean, `leave_one_out` the mean of the others in it, `batch` the mean of
-            all; `critic` none here, since values are subtracted token by token: the rewards come back.
+            all; `critic` none here, since values are subtracted token by token: the rewards are returned.
     """
     if baseline == "critic":
         return rewards

@@ -43,7 +43,7 @@ class Member:
 def playing(player: PolicyModel, member: Member) -> Iterator[PolicyModel]:
     """Within this context a player acts as a member; afterwards its own parameters are back, bit for bit.
 
-    They come back whatever happens to the parameters meanwhile, training included.
+    They are restored whatever happens to the parameters meanwhile, training included.
     """
     parameters = player.parameters()
     if [local_part(p).shape for p in parameters] != [p.shape for p in member.parameters]:

@@ -149,7 +149,7 @@ class ShardedGame(TrainedModule):
         for role, settings in self.settings.items():
             player, critic = self.players[role], self.critics.get(role)
             if player.adapters is not None:
-                player.adapters.list_parameters()  # sharding has put others in their place
+                player.adapters.list_parameters()  # sharding has replaced them
             self._trained[role] = [*player.parameters(), *(critic.parameters() if critic else ())]
             own = create_optimizer(
                 self._trained[role],

@@ -46,7 +46,7 @@ _MEASURES = (
 )
 """Measure of a player, title, caption, whether its axis is logarithmic."""
 _TIME_SCALE_BOUNDS = (0.1, 10.0)
-"""Beyond these one player is as good as frozen (docs/minmax.md, two time scales)."""
+"""Beyond these one player is almost frozen (docs/minmax.md, two time scales)."""
 _WIDE = 1e4
 """Ratio of a logarithmic axis above which only decades are labelled."""
 _SMALL: dict[str, Any] = {"width": 4.2, "height": 3.0}
@@ -86,7 +86,7 @@ def player_panels(metrics: Rows) -> dict[str, Panel | None]:
     found["Time scale"] = _over_steps(
         "Time scale",
         "Learning rate x updates, monitor over policy, over the run so far. Outside the dashed lines the "
-        "slower player is as good as frozen.",
+        "slower player is almost frozen.",
         [(rows, "dynamics/time_scale", style)],
         log=True,
         bounds=_TIME_SCALE_BOUNDS,

@@ -55,7 +55,7 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
     whole += [f"optim {training.optim}"] if training.optim != "adamw_torch" else []
     if whole:
         raise UserError(
-            f"training.{' and '.join(whole)} cannot be had with {sharding}, which shards what they need "
+            f"training.{' and '.join(whole)} does not go with {sharding}, which shards what they need "
             "whole; leave one of them out",
             code="cannot_be_sharded",
             key=whole[0].split()[0],
@@ -102,7 +102,7 @@ def check_built(
         config: settings of the run.
         stories: its stories.
         cache_folder: where built models are kept; None is the user's cache folder.
-        processes: how many there are to be; None counts those there are.
+        processes: their planned number; None counts those that run.
 
     Raises:
         UserError: there are several, and the models are not built.

@@ -37,7 +37,7 @@ def check_same_beginning(preflight: Path, stories: Stories) -> dict[str, str]:
         What stories and rules are known by, for that file.
 
     Raises:
-        UserError: stories, rules or templates of prompts are others.
+        UserError: stories, rules or templates of prompts have changed.
     """
     records = [record.contents() for record in (*stories.train, *stories.held_out)]
     now = {"texts": json_hash(stories.prompts.fingerprint()), "data": json_hash(records)}
