@@ -70,7 +70,7 @@ class Stories:
 
     @property
     def judged(self) -> list[QARecord] | None:
-        """Those that a built judge learns from; None for all of `building`, where no answer is hidden."""
+        """Stories that a built judge learns from; None for all of `building`, where no answer is hidden."""
         return self.labelled if self.label_share < 1 else None
 
     def without(self, left_out: Mapping[str, str]) -> Stories:
