@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,26 @@ def test_suites_are_the_same_every_time_and_their_items_differ(suite: str) -> No
     assert SUITES[suite](12) == items[:12]
     assert len({item.id for item in items}) == len(items) >= 20
     assert all(0 <= item.answer < len(item.choices) for item in items if item.how != "written")
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_large_suites_end_and_begin_as_small_ones(suite: str) -> None:
+    items = SUITES[suite](1000)
+    assert SUITES[suite](200) == items[:200]
+    assert len({item.id for item in items}) == len(items)
+    assert len(items) == {"refusals": 37, "text": 40}.get(suite, 1000)
+
+
+def test_the_first_instructions_are_those_of_published_scores() -> None:
+    ids = " ".join(item.id for item in SUITES["instructions"](442))
+    assert hashlib.sha256(ids.encode()).hexdigest()[:16] == "626d92976aa28125"
+
+
+def test_a_suite_that_has_too_few_items_says_how_many() -> None:
+    with raises_error("too_few_items", rows=100_000) as caught:
+        SUITES["instructions"](100_000)
+    most = caught.value.fields["items"]
+    assert most > 1000 and len(SUITES["instructions"](most)) == most
 
 
 @pytest.mark.parametrize(

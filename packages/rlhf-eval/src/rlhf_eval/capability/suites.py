@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rlhf_data import UserError
 from rlhf_eval.capability.items import Item, read_suite
-from rlhf_eval.harness.suites import provocations, story_questions, sum_questions
+from rlhf_eval.harness.suites import Question, provocations, story_questions, sum_questions
 
 _SEED = 20_261
 _LONGEST = 400
@@ -24,22 +24,20 @@ _TOPICS = [
     *("a football match", "cooking rice", "volcanoes", "a letter to a friend", "maps", "sleep"),
     "the alphabet",
 ]
+_ONE_TOPIC = 442
+"""The first instructions are about one topic, as when scores were published; later ones about two."""
+_REPEATS = 1000
+"""Repeated items in a row after which a suite has no more."""
 
 
 def stories(rows: int) -> list[Item]:
     """Held-out stories: where something is, by what was seen, against gossip."""
-    return [
-        Item(each.prompt, "choice", tuple(f" {choice}" for choice in each.choices), each.answer)
-        for each in story_questions(rows)
-    ]
+    return _with_choices(story_questions(rows))
 
 
 def sums(rows: int) -> list[Item]:
     """Held-out sums, with choices."""
-    return [
-        Item(each.prompt, "choice", tuple(f" {choice}" for choice in each.choices), each.answer)
-        for each in sum_questions(rows)
-    ]
+    return _with_choices(sum_questions(rows))
 
 
 def copying(rows: int) -> list[Item]:
@@ -86,7 +84,8 @@ def instructions(rows: int) -> list[Item]:
         if number // len(conditions) % 2:  # a limit on the words goes with every other condition
             chosen.append(("Write at most {0} words.", "most_words", rng.randint(25, 60)))
         said = " ".join(template.format(argument) for template, _, argument in chosen)
-        prompt = f"Write about {rng.choice(_TOPICS)}. {said}"
+        about = rng.choice(_TOPICS) if number < _ONE_TOPIC else " and ".join(sorted(rng.sample(_TOPICS, 2)))
+        prompt = f"Write about {about}. {said}"
         return Item(prompt, "written", checks={name: argument for _, name, argument in chosen})
 
     return _distinct(rows, make, _SEED + 1)
@@ -136,11 +135,26 @@ def load_suites(names: Sequence[str] = (), rows: int = 200) -> dict[str, list[It
     return found
 
 
+def _with_choices(questions: Sequence[Question]) -> list[Item]:
+    return [
+        Item(each.prompt, "choice", tuple(f" {choice}" for choice in each.choices), each.answer)
+        for each in questions
+    ]
+
+
 def _distinct(rows: int, make: Callable[[int, random.Random], Item], seed: int) -> list[Item]:
-    """So many different items, drawn again where one has come before."""
-    rng, found = random.Random(seed), dict[str, Item]()
+    """Distinct items, `rows` of them; a repeated one is drawn again."""
+    rng, found, repeats = random.Random(seed), dict[str, Item](), 0
     while len(found) < rows:
         item = make(len(found), rng)
+        repeats = repeats + 1 if item.id in found else 0
+        if repeats == _REPEATS:
+            raise UserError(
+                f"a suite of {rows:,} items has only {len(found):,} different ones; ask for at most so many",
+                code="too_few_items",
+                rows=rows,
+                items=len(found),
+            )
         found.setdefault(item.id, item)
     return list(found.values())
 
