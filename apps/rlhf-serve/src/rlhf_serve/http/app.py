@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
@@ -22,8 +23,8 @@ from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.feedback import FeedbackLog, add_feedback
 from rlhf_serve.http.generate_request import GenerationJob
-from rlhf_serve.http.limits import Admission
-from rlhf_serve.http.score_routes import SCORING, add_scoring
+from rlhf_serve.http.limits import COMPUTING, Admission
+from rlhf_serve.http.score_routes import add_scoring
 from rlhf_serve.http.streaming import ClientLeft, EventStream, attended
 from rlhf_serve.http.telemetry import AccessLog, Metrics, record_of
 from rlhf_serve.http.token_routes import add_tokens
@@ -41,8 +42,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Names of this machine that no other can reach."""
 _OPEN = ("/", "/health", "/page/info", "/ready", "/version")
 """Routes that need no key."""
-_COMPUTING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *SCORING)
-"""Routes that count against a key's limits and wait in the queue."""
 try:
     VERSION = version("rlhf-serve")
 except PackageNotFoundError:  # run from its sources
@@ -69,9 +68,17 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.admission = admission
     app.add_exception_handler(ClientLeft, lambda request, error: Response(status_code=499))
+    _add_status(app, served, settings, metrics)
+    _add_models(app, served)
+    log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model, settings.model)
+    _add_generation(app, served, settings, admission, log)
+    if log is not None:
+        add_feedback(app, log, served.service.chat_tokenizer.workers)
+    add_scoring(app, served, settings, admission)
+    add_tokens(app, served, settings)
     app.add_middleware(
         middleware.Gate,
-        paths=_COMPUTING,
+        paths={each.path for each in app.routes if isinstance(each, APIRoute) and COMPUTING in each.tags},
         admission=admission,
         per_minute=settings.requests_per_minute,
         at_once=settings.max_concurrent_per_key,
@@ -94,14 +101,6 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    _add_status(app, served, settings, metrics)
-    _add_models(app, served)
-    log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model, settings.model)
-    _add_generation(app, served, settings, admission, log)
-    if log is not None:
-        add_feedback(app, log, served.service.chat_tokenizer.workers)
-    add_scoring(app, served, settings, admission)
-    add_tokens(app, served, settings)
     return app
 
 
@@ -195,7 +194,7 @@ def _add_generation(
         Format, model=served.model, chat_tokenizer=service.chat_tokenizer, fingerprint=fingerprint
     )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", tags=[COMPUTING])
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers to a conversation, the best of several candidates."""
         served.check_model(body.model)
@@ -204,7 +203,7 @@ def _add_generation(
         style = format_of(chat=True, logprobs=logprobs, candidates=body.return_candidates, tools=tools)
         return await _generate(partial(chat_requests, body, settings, service, tools), style, body, request)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", tags=[COMPUTING])
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """An answer, in the form of OpenAI's newer API."""
         served.check_model(body.model)
@@ -213,7 +212,7 @@ def _add_generation(
         style = ResponseFormat(body, served.model, service.chat_tokenizer, tools)
         return await _generate(partial(chat_requests, chat, settings, service, tools), style, chat, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", tags=[COMPUTING])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)

@@ -14,6 +14,8 @@ from rlhf_serve.errors import queue_full, rate_limited
 Clock = Callable[[], float]
 """Seconds that never go backwards."""
 
+COMPUTING = "computing"
+"""Tag of the routes that count against a key's limits and wait in the queue."""
 _MAX_BUCKETS = 10_000
 _MAX_RETRY_AFTER_S = 60.0
 _RECENT = 0.2

@@ -18,7 +18,7 @@ from rlhf_data import Text, UserError, as_completion
 from rlhf_infer import Samples
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.http.limits import Admission
+from rlhf_serve.http.limits import COMPUTING, Admission
 from rlhf_serve.http.streaming import attended, within
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.other_schemas import RerankRequest
@@ -31,15 +31,14 @@ from rlhf_serve.service.tokenization import ChatTokenizer
 from rlhf_serve.settings import ServeSettings
 
 _SCORE, _OPENRLHF, _RERANK = ("/v1/score", "/score"), "/get_reward", ("/rerank", "/v1/rerank", "/v2/rerank")
-SCORING = (*_SCORE, _OPENRLHF, *_RERANK)
 
 
 def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
-    """Add the routes of `SCORING`."""
+    """Add the routes for scores, reranking and rewards."""
     service = served.service
 
-    @app.post(_SCORE[1], include_in_schema=False)
-    @app.post(_SCORE[0])
+    @app.post(_SCORE[1], tags=[COMPUTING], include_in_schema=False)
+    @app.post(_SCORE[0], tags=[COMPUTING])
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How good completions are after their prompts."""
         served.check_model(body.model)
@@ -53,9 +52,9 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission
         used = {"usage": _usage(found.tokens)}
         return JSONResponse(head | {"model": ",".join(served.rewards), "data": data} | used)
 
-    @app.post(_RERANK[2], include_in_schema=False)
-    @app.post(_RERANK[1], include_in_schema=False)
-    @app.post(_RERANK[0])
+    @app.post(_RERANK[2], tags=[COMPUTING], include_in_schema=False)
+    @app.post(_RERANK[1], tags=[COMPUTING], include_in_schema=False)
+    @app.post(_RERANK[0], tags=[COMPUTING])
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents ranked by the rewards that they have as answers to a query, as Cohere and Jina answer."""
         served.check_model(body.model)
@@ -73,7 +72,7 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission
         head = {"id": f"rerank-{uuid.uuid4().hex}", "model": ",".join(served.rewards), "results": results}
         return JSONResponse(head | {"usage": _usage(found.tokens), "meta": meta})
 
-    @app.post(_OPENRLHF)
+    @app.post(_OPENRLHF, tags=[COMPUTING])
     async def get_reward(body: RewardRequest, request: Request) -> Response:
         """Rewards as OpenRLHF's trainers ask for them, and `rlhf-train --reward URL`."""
         batch = partial(_reward_batch, body, service)
