@@ -20,6 +20,7 @@ from rlhf_algos.pipeline import PipelineConfig
 from rlhf_data import UserError, apply_overrides
 from rlhf_infer import RuleJudge
 from rlhf_infer.rewards import RewardFunctionFactory, load_principles
+from rlhf_infer.rewards.factory import all_rules
 from rlhf_merge import MergeConfig, MergeError
 from rlhf_minmax import MinMaxConfig
 
@@ -40,7 +41,6 @@ PAGES = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-RULES = ("length", "repetition", "format", "non_empty", "number", "choice", "exact")
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -127,7 +127,7 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
         assert refusal(method, values, " ".join(arguments)) is None
         for source in options.get("reward", ()):
             rule, _, _ = source.partition(":")
-            if rule in RULES:
+            if rule in all_rules():
                 RewardFunctionFactory.from_spec(source)
 
 

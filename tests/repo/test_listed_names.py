@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from rlhf_algos import METHODS as TRAINING
 from rlhf_algos import DPOConfig
 from rlhf_algos.losses.preference import DPOLossType
 from rlhf_data import apply_overrides
-from rlhf_infer.rewards import rules
-from rlhf_infer.rewards.answers import verifiable
+from rlhf_infer.rewards import RewardFunctionFactory
+from rlhf_infer.rewards.factory import all_rules
 from rlhf_merge.methods.families import METHODS
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.evaluation.unused import unused_settings
@@ -43,7 +47,43 @@ def test_the_example_settings_of_dpo_name_each_loss_type() -> None:
 
 def test_each_reward_rule_has_a_row() -> None:
     text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    assert {*rules.RULES, *verifiable.RULES, "math"} <= set(re.findall(r"^\| `(\w+)` \|", text, re.M))
+    assert all_rules().keys() <= set(re.findall(r"^\| `(\w+)` \|", text, re.M))
+
+
+def test_the_factory_has_each_reward_rule_and_says_so() -> None:
+    classes = {name: each for name, each in vars(RewardFunctionFactory).items() if inspect.isclass(each)}
+    assert classes == all_rules()
+    text = RewardFunctionFactory.from_spec.__doc__ or ""
+    listed = text.partition("a rule: ")[2].partition("; also")[0]
+    assert set(re.findall(r"`(\w+)", listed)) == all_rules().keys()
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_each_training_method_has_an_example_and_a_page(method: str) -> None:
+    assert (ROOT / "configs" / f"{method}.yaml").is_file()
+    assert f"[{method}.yaml]({method}.yaml)" in (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / "docs" / "methods" / f"{method}.md").is_file()
+    assert f"({method}.md)" in (ROOT / "docs" / "methods" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_each_loss_of_a_training_method_is_in_a_section(method: str) -> None:
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8").partition("## Losses\n")[2]
+    described = set(re.findall(r"`(\w+)\(", page))
+    losses = losses_of(TRAINING[method].trainer_class)
+    assert losses and losses <= described
+
+
+def losses_of(trainer: type) -> set[str]:
+    """The functions of `rlhf_algos.losses` that modules of a trainer and its bases import."""
+    modules = {each.__module__ for each in trainer.__mro__ if each.__module__.startswith("rlhf_algos.")}
+    found = set[str]()
+    for module in modules:
+        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlhf_algos.losses"):
+                found |= {each.name for each in node.names if each.name[0].islower()}
+    return found
 
 
 def test_each_merge_method_has_a_row() -> None:

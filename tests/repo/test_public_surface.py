@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_the_public_surface_is_the_committed_one() -> None:
     """After a wanted change: `python scripts/public_surface.py --write`, and a line in a CHANGELOG.md."""
     command = [sys.executable, str(ROOT / "scripts" / "public_surface.py")]

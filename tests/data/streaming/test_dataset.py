@@ -21,6 +21,7 @@ from rlhf_data import (
     StreamingStepDataset,
     load_records,
 )
+from rlhf_data.records.kind import RECORD_KINDS, record_kind
 
 _WORDS = ["mary", "went", "to", "shed", "ü", ".", "😀", "garden"]
 _TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -61,6 +62,11 @@ _SETS = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_every_kind_is_streamed():
+    record_kind("sft")
+    assert _SETS.keys() == RECORD_KINDS.keys()
 
 
 @pytest.mark.parametrize("kind", _SETS)

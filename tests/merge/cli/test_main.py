@@ -92,6 +92,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_merges_as_its_config_says(workshop: Any, run: Run, method: str) -> None:
     base, a, b = workshop.trio()
+    assert method in SETTINGS, f"give {method} options and what a config says for them in SETTINGS"
     text, values = SETTINGS[method]
     listed: list[Any] = [a, b] if METHODS[method].models != (1, 1) else [a]
     models = list(listed)

@@ -24,6 +24,7 @@ from rlhf_merge import (
     ties,
 )
 from rlhf_merge.methods import blocks
+from rlhf_merge.methods.families import METHODS
 
 Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Merges a base and three models."""
@@ -31,29 +32,32 @@ Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 WEIGHTS = [0.3, 1.1, 0.4]
 ELEMENTWISE: dict[str, Merge] = {
     "linear": lambda b, m: linear(m, WEIGHTS),
-    "task arithmetic": lambda b, m: task_arithmetic(b, m, WEIGHTS, lambda_=0.7),
-    "task arithmetic, normalised": lambda b, m: task_arithmetic(b, m, WEIGHTS, normalize=True),
-    "task arithmetic, negative": lambda b, m: task_arithmetic(b, m, [-0.5, 1, 2], lambda_=0.5),
+    "task_arithmetic": lambda b, m: task_arithmetic(b, m, WEIGHTS, lambda_=0.7),
+    "task_arithmetic, normalised": lambda b, m: task_arithmetic(b, m, WEIGHTS, normalize=True),
+    "task_arithmetic, negative": lambda b, m: task_arithmetic(b, m, [-0.5, 1, 2], lambda_=0.5),
     "ties": lambda b, m: ties(b, m, WEIGHTS, [0.2, 0.5, 1.0], lambda_=1.5),
     "ties, count": lambda b, m: ties(b, m, WEIGHTS, 0.3, sign="count"),
     "ties, negative": lambda b, m: ties(b, m, [-0.5, 1, 2], 0.6, normalize=False),
     "breadcrumbs": lambda b, m: breadcrumbs(b, m, WEIGHTS, [0.4, 0.5, 0.9], 0.05),
-    "breadcrumbs, ties": lambda b, m: breadcrumbs(b, m, WEIGHTS, 0.5, 0.1, sign="mass"),
+    "breadcrumbs_ties": lambda b, m: breadcrumbs(b, m, WEIGHTS, 0.5, 0.1, sign="mass"),
     "nearswap": lambda b, m: nearswap(b, m[0], 0.5),
 }
 RANDOM: dict[str, Merge] = {
-    "dare": lambda b, m: dare(b, m, WEIGHTS, [0.5, 0.9, 1.0], lambda_=0.5),
-    "dare, ties": lambda b, m: dare(b, m, WEIGHTS, 0.5, rescale=False, sign="mass"),
+    "dare_linear": lambda b, m: dare(b, m, WEIGHTS, [0.5, 0.9, 1.0], lambda_=0.5),
+    "dare_ties": lambda b, m: dare(b, m, WEIGHTS, 0.5, rescale=False, sign="mass"),
     "della": lambda b, m: della(b, m, WEIGHTS, [0.5, 0.4, 0.3], seed=3),
     "della, count": lambda b, m: della(b, m, WEIGHTS, 0.5, [0.1, 0.2, 0.0], sign="count"),
-    "della, linear": lambda b, m: della(b, m, WEIGHTS, 0.5, sign=None, rescale=False),
+    "della_linear": lambda b, m: della(b, m, WEIGHTS, 0.5, sign=None, rescale=False),
 }
 ANGLES: dict[str, Merge] = {
     "slerp": lambda b, m: slerp(m[0], m[1], 0.3),
-    "spherical mean": lambda b, m: spherical_mean(m, WEIGHTS),
-    "model stock": lambda b, m: model_stock(b, m),
+    "karcher": lambda b, m: spherical_mean(m, WEIGHTS),
+    "model_stock": lambda b, m: model_stock(b, m),
 }
 ALL = ELEMENTWISE | RANDOM | ANGLES
+"""By method, with a word after a comma for other settings of it."""
+NOT_FUNCTIONS = {"passthrough"}
+"""Methods that copy one model."""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,6 +84,10 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> No
     """Within a tolerance of the largest magnitude."""
     worst = float((found.double() - expected.double()).abs().max())
     assert worst <= tolerance * float(expected.abs().max()), worst
+
+
+def test_every_method_is_tested():
+    assert {name.partition(",")[0] for name in ALL} == METHODS.keys() - NOT_FUNCTIONS
 
 
 @every
@@ -181,7 +189,7 @@ def test_the_opposite_of_everything_has_the_opposite_result(name: str):
     assert torch.equal(ALL[name](-base, [-model for model in models]), -ALL[name](base, models))
 
 
-@pytest.mark.parametrize("name", ["ties", "ties, count", "breadcrumbs, ties", "dare, ties", "della"])
+@pytest.mark.parametrize("name", ["ties", "ties, count", "breadcrumbs_ties", "dare_ties", "della"])
 def test_the_opposite_changes_are_merged_to_the_opposite_change(name: str):
     # Around a base of zero; were a tie won by plus, as in mergekit, this would not hold.
     _, models = inputs()

@@ -43,7 +43,7 @@ class RewardFunctionFactory:
 
         - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
           `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5`,
-          `constitutional:principles=FILE,base=SPEC,judge=PATH`, `judge:path=FOLDER`, a language model that is
+          `constitutional:principles=FILE,base=SPEC,judge=PATH`, `judge:path=FOLDER`, a language model that
           decides whether the answer is true, and `judge:url=...,model=NAME`, one behind an API;
         - `http://...` or `https://...`: a remote scorer;
         - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
@@ -172,6 +172,11 @@ class RewardFunctionFactory:
         return ConstitutionalRewardWrapper(base, principles)
 
 
+def all_rules() -> dict[str, type]:
+    """Every rule by its name."""
+    return {**form.RULES, **verifiable.RULES, "math": MathReward}
+
+
 def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     """Everything a spec may name, with the types of its options."""
     factory = RewardFunctionFactory
@@ -187,8 +192,7 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
         asked = None if judge is None else load_principle_judge(judge, **load_options)
         return factory.constitutional(built, principles, judge=asked)
 
-    rules = {**form.RULES, **verifiable.RULES, "math": MathReward}
-    builders = {rule: spec_parser.builder_of(made) for rule, made in rules.items()}
+    builders = {rule: spec_parser.builder_of(made) for rule, made in all_rules().items()}
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
     builders["model"] = spec_parser.Builder(
         model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")
