@@ -182,9 +182,15 @@ def _over_ids(item: Any, ids: Callable[[Any], Any], mask: Callable[[Any], Any]) 
     if isinstance(item, TokenSequence):
         scored = None if item.score_mask is None else mask(item.score_mask)
         return TokenSequence(ids(item.input_ids), item.score_from, scored)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_over_ids(part, ids, mask) for part in item))
+    if isinstance(item, tuple) and _is_nested(item):
+        parts = [_over_ids(part, ids, mask) for part in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
     return item
+
+
+def _is_nested(item: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds sequences, or tuples that may hold some."""
+    return any(issubclass(kind, TokenSequence | tuple) for kind in set(map(type, item)))
 
 
 def _add_to(digest: Any, item: Any) -> None:
@@ -193,7 +199,9 @@ def _add_to(digest: Any, item: Any) -> None:
         digest.update(repr((len(item.input_ids), item.score_from)).encode())
         digest.update(item.input_ids)
         digest.update(b"" if item.score_mask is None else bytes(item.score_mask))
-    elif isinstance(item, tuple) and hasattr(item, "_fields"):
+    elif isinstance(item, tuple) and (hasattr(item, "_fields") or _is_nested(item)):
+        if not hasattr(item, "_fields"):  # may have any length
+            digest.update(repr(len(item)).encode())
         for part in item:
             _add_to(digest, part)
     else:

@@ -10,7 +10,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf_data.errors import UserError
 
@@ -28,20 +28,21 @@ ASSISTANT_TURN = "\n\nAssistant:"
 """What a turn of the assistant starts with in a transcript `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-_REPLIES = ("completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What every record knows in addition to its texts.
+    """Fields common to all records.
 
     Attributes:
+        replies: Names of the fields with completions, in their order; a class has those that it declares.
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
         is_chat: whether its texts are turns of a chat, as an instruction and its answer are; false for
             messages, which say so themselves.
     """
 
+    replies: ClassVar[tuple[str, ...]] = ("completion", "chosen", "rejected")
     template: Mapping[str, Any] | None = field(default=None, hash=False)
     where: str = field(default="", compare=False)
     is_chat: bool = False
@@ -49,7 +50,7 @@ class Record:
     def parts(self) -> tuple[Text, list[Text]]:
         """The prompt, and the completions that may follow it."""
         prompt: Text = getattr(self, "prompt", "")
-        return prompt, [getattr(self, name) for name in _REPLIES if hasattr(self, name)]
+        return prompt, [getattr(self, name) for name in self.replies if hasattr(self, name)]
 
     def with_prompt(self, prompt: Text) -> Record:
         """The record with another prompt before its completions."""
@@ -76,7 +77,7 @@ class Record:
         # The assistant's turn, and the turns after it if there are any.
         replies: dict[str, Any] = {
             name: turns(f"Assistant:{said}")
-            for name in _REPLIES
+            for name in self.replies
             if isinstance(said := getattr(self, name, None), str)
         }
         return replace(self, prompt=prompt, **replies)  # pyright: ignore[reportCallIssue]

@@ -196,19 +196,19 @@ class Row:
         value, where = self.get(column)
         return _number(None if isinstance(value, bool) else value, where)
 
-    def texts(self, column: str) -> tuple[str, ...]:
-        """A list of texts, such as the steps of a solution, each of them non-empty."""
-        items, where = self.items(column)
-        for number, item in enumerate(items, start=1):
-            if not _string(item, f"{where}, step {number}").strip():
-                raise UserError(f"{where}, step {number}: empty; expected a step of the solution")
-        return tuple(items)
+    def texts(self, column: str, *, item: str) -> tuple[str, ...]:
+        """A list of non-empty texts; errors call each an `item`, such as "step"."""
+        texts, where = self.items(column)
+        for number, text in enumerate(texts, start=1):
+            if not _string(text, f"{where}, {item} {number}").strip():
+                raise UserError(f"{where}, {item} {number}: empty; expected a text that says something")
+        return tuple(texts)
 
-    def labels(self, column: str, count: int) -> tuple[float, ...]:
-        """A list of as many labels from 0 to 1."""
+    def labels(self, column: str, count: int, *, item: str) -> tuple[float, ...]:
+        """A list of labels from 0 to 1, one for each of `count` texts that errors call an `item`."""
         items, where = self.items(column)
         if len(items) != count:
-            raise UserError(f"{where}: {len(items)} labels for {count} steps; expected one for each")
+            raise UserError(f"{where}: {len(items)} labels for {count} {item}s; expected one for each")
         labels = tuple(
             float(_LABELS[item.lower()])
             if isinstance(item, str) and item.lower() in _LABELS

@@ -57,16 +57,16 @@ def _parse(row: Row) -> tuple[Record, ...]:
     """`prompt, completions, labels`, or `prompt, chosen, rejected` as lists of steps."""
     prompt, common = row.text("prompt"), row.common()
     if row.has("completions") or not row.has("chosen", "rejected"):
-        steps = row.texts("completions")
-        return (StepwiseRecord(prompt, steps, row.labels("labels", len(steps)), **common),)
-    chosen, rejected = row.texts("chosen"), row.texts("rejected")
+        steps = row.texts("completions", item="step")
+        return (StepwiseRecord(prompt, steps, row.labels("labels", len(steps), item="step"), **common),)
+    chosen, rejected = row.texts("chosen", item="step"), row.texts("rejected", item="step")
     if chosen == rejected:
         raise UserError(
             f"{row.where}, field rejected: the same steps as chosen; expected another solution",
             code="same_as_chosen",
         )
     labels = [
-        row.labels(name, len(steps)) if row.has(name) else ()
+        row.labels(name, len(steps), item="step") if row.has(name) else ()
         for name, steps in (("chosen_labels", chosen), ("rejected_labels", rejected))
     ]
     return (StepPairRecord(prompt, chosen, rejected, *labels, **common),)
