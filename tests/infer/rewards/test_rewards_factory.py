@@ -188,6 +188,7 @@ def test_code_that_is_not_there(code: Path, spec: str, expected: str, name: str 
         ("", "unknown_reward", None),
         ("length:targt=3", "unknown_option", "targt"),
         ("length:3", "unknown_option", "3"),
+        ("length:target", "unknown_option", "target"),
         ("length:target=3,qq=4", "unknown_option", "qq"),
         ("exact:column=gold,raed=whole", "unknown_option", "raed"),
         ("judge:url=http://h/v1,model=m,backof=2", "unknown_option", "backof"),
@@ -205,6 +206,21 @@ def test_code_that_is_not_there(code: Path, spec: str, expected: str, name: str 
 def test_refusals(spec: str, code: str, option: str | None) -> None:
     with raises_error(code, option=option):
         from_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("length:qqq=3", ("no option 'qqq'; its options: ", "target")),
+        ("length:targt=3", ("no option 'targt'", "did you mean target?")),
+        ("length:target", ("expected option=value, got 'target'",)),
+    ],
+)
+def test_an_unknown_option_is_refused_with_those_there_are(spec: str, parts: tuple[str, ...]) -> None:
+    with raises_error("unknown_option") as caught:
+        from_spec(spec)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert "name=value" not in str(caught.value)  # `name` is an option of every rule
 
 
 def test_unknown_options_in_python() -> None:

@@ -161,7 +161,14 @@ def _parsed(rule: str, builder: Builder, text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in _parts(builder, text):
         name, equals, value = part.partition("=")
-        if name not in builder.options or not equals:
+        if not equals:
+            raise UserError(
+                f"reward {rule}: expected option=value, got {part!r}; "
+                f"its options: {', '.join(builder.options)}",
+                code="unknown_option",
+                option=name,
+            )
+        if name not in builder.options:
             _refuse_option(rule, name, builder)
         options[name] = _converted(f"reward {rule}: {name}", value, builder.options[name])
     return options
@@ -181,8 +188,8 @@ def _parts(builder: Builder, text: str) -> list[str]:
 def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
     near = difflib.get_close_matches(name, builder.options, n=1)
     raise UserError(
-        f"reward {rule} has no option {name!r}{f'; did you mean {near[0]}?' if near else ''}; "
-        f"write {rule}:name=value,name=value with {', '.join(builder.options)}",
+        f"reward {rule} has no option {name!r}; its options: {', '.join(builder.options)}"
+        + (f"; did you mean {near[0]}?" if near else ""),
         code="unknown_option",
         option=name,
     )
