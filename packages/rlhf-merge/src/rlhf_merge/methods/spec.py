@@ -43,7 +43,7 @@ class Step:
     """A method, fitted to one tensor, that merges it block by block, in order."""
 
     merge: Callable[[int, int, Workspace], Tensor]
-    """The merged elements from a start to a stop, in a buffer of the workspace."""
+    """The merged elements from a start to a stop, perhaps in a buffer of the workspace; see `families`."""
     coefficients: tuple[float, ...] = ()
     """Weight of each model (with a base: of each task vector) in the result, where it is a number."""
     row_length: int = 1
