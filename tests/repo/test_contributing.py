@@ -16,7 +16,7 @@ SMALL = ("--set=story_rows=16", "--set=story_eval_rows=8", "--max-steps=2", "--s
 
 
 def examples() -> list[str]:
-    """The code of the offline and of the online method."""
+    """The code of the offline methods, the second one of pairs, and of the online one."""
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
@@ -27,7 +27,7 @@ def only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_train import plugins
     from rlhf_train.cli import main
 
-    for name in ("rank", "reinforce"):
+    for name in ("rank", "slic", "reinforce"):
         monkeypatch.setitem(METHODS, name, METHODS["dpo"])
         monkeypatch.delitem(METHODS, name)
     monkeypatch.setattr("rlhf_eval.training_curves", lambda *args, **options: None)
@@ -39,7 +39,7 @@ def test_the_new_method_of_the_example_trains(tmp_path: Path, tiny_model_folder:
     from rlhf_algos import METHODS, TrainingJob
     from rlhf_data import RunFolder
 
-    offline, _ = examples()
+    offline, *_ = examples()
     file = tmp_path / "example.py"
     file.write_text(offline)  # where pydantic reads what the settings' docstrings say
     exec(compile(offline, str(file), "exec"), {"__name__": "example"})
@@ -65,10 +65,11 @@ def test_a_method_of_a_file_is_a_command(
     from rlhf_train.cli import main
 
     monkeypatch.chdir(tmp_path)
-    for name, code in zip(("rank", "reinforce"), examples(), strict=True):
+    for name, code in zip(("rank", "slic", "reinforce"), examples(), strict=True):
         Path(f"{name}.py").write_text(code)
     settings = {
         "rank": ("--set=margin=2", "--set=per_device_train_batch_size=4", "--subset-size=8"),
+        "slic": ("--set=weight=0.5", "--set=per_device_train_batch_size=4", "--subset-size=8"),
         "reinforce": (
             *("--reward=length:target=4", "--set=num_generations=2", "--set=max_completion_length=4"),
             *("--set=per_device_train_batch_size=8", "--subset-size=8"),
