@@ -65,7 +65,7 @@ _EXPECTED = {
     "list_type": "expected a list",
     "too_short": "expected more items",
 }
-"""What pydantic says in its own words."""
+"""Our words for pydantic's errors, by their type."""
 Strings = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
@@ -77,12 +77,12 @@ ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_f
 
 
 _NO_FILE = "config"
-"""What settings are called that come from no file."""
+"""Name in messages of settings that come from no file."""
 
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """What a config's values come from, so that a message names the one at fault.
+    """Origins of a config's values, so that a message names the one at fault.
 
     Args:
         name: what holds whatever was not given beside it, such as a file's name.
@@ -96,7 +96,7 @@ class SettingsSource:
     listed_by: str = ""
 
     def at(self, key: str, reason: str = "") -> str:
-        """What a mistake comes from.
+        """Name of the origin of a mistake.
 
         Args:
             key: path of the value, of the section, or "" for the whole config.
@@ -119,7 +119,7 @@ class SettingsSource:
         return f"{self.name} with {words}" if words else self.name
 
     def of_section(self, section: str) -> SettingsSource:
-        """What the values of a section come from, whose keys are relative to it."""
+        """Origins of the values of a section, whose keys are relative to it."""
         prefix = f"{section}."
         inside = tuple((k.removeprefix(prefix), words) for k, words in self.given if k.startswith(prefix))
         return SettingsSource(f"{self.name}: {section}", inside, self.listed_by)

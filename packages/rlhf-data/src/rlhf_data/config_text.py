@@ -27,7 +27,7 @@ ConfigLoader.add_implicit_resolver(
 
 
 def parse_json(text: str) -> Any:
-    """What JSON holds.
+    """Parse JSON.
 
     Raises:
         JSONDecodeError: it is no JSON.
@@ -40,7 +40,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What YAML holds; `1e-5` is a number.
+    """Parse YAML; `1e-5` is a number.
 
     Raises:
         YAMLError: it is no YAML.

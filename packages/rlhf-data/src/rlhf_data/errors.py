@@ -111,7 +111,7 @@ def _exit_if_unwritten(more: str) -> None:
 
 
 def _why_unwritten(more: str) -> str | None:
-    """What keeps standard output, and this text after it, from being written, if anything."""
+    """Reason why standard output, and this text after it, cannot be written; None if there is none."""
     if sys.stdout is None or sys.stdout.closed:
         return None
     try:
@@ -128,7 +128,7 @@ def _why_unwritten(more: str) -> str | None:
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """What a user needs to know of an error that is not a mistake of the program; None if it is one."""
+    """Message for an error of the machine, such as a full disk; None for a mistake of the program."""
     if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
         said = (error.strerror or "").lower()
         return f"{error.filename} cannot be written: {said}; name another place"

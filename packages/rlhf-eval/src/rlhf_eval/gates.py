@@ -47,7 +47,7 @@ class Gate(BaseConfig):
     metric: str
     """Name of a measured metric, or `suites` for every capability suite, each with this condition."""
     against: Literal["start", "previous", "baseline"] | None = None
-    """What it is compared with, row by row where the rows are the same; null compares the mean itself with
+    """Reference of the comparison, row by row where the rows are the same; null compares the mean itself with
     the threshold."""
     margin: float | None = Field(default=None, ge=0)
     """Loss that does not matter, in units of the metric; needs `against`, and no threshold."""
@@ -76,18 +76,18 @@ class Gate(BaseConfig):
 
     @property
     def passes_above(self) -> float:
-        """What the mean times `sign` must lie above."""
+        """Bound that the mean times `sign` must exceed to pass."""
         return -self.margin if self.margin is not None else self.sign * (self.threshold or 0.0)
 
     @property
     def fails_below(self) -> float:
-        """What the mean times `sign` is shown to lie below when the gate fails."""
+        """Bound below which the mean times `sign` is shown to lie when the gate fails."""
         return 0.0 if self.margin is not None else self.passes_above
 
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """What a gate says.
+    """Verdict of a gate.
 
     Attributes:
         metric: The metric.

@@ -227,7 +227,7 @@ class HTTPClient:
 
 
 def _secrets(headers: Mapping[str, str]) -> list[str]:
-    """What headers hold that nobody may read in a message, also as JSON writes it, the longest first."""
+    """Secrets in headers, to be masked in messages, also as JSON writes them, the longest first."""
     values = [value for name, value in headers.items() if any(word in name.lower() for word in _SECRET)]
     words = [*values, *(value.partition(" ")[2] for value in values)]  # with and without `Bearer`
     spelled = {spelling for word in words for spelling in (word, json.dumps(word)[1:-1]) if word.strip()}

@@ -38,7 +38,7 @@ class Piece:
 
 
 class CompletionStream:
-    """The pieces of a completion, as its tokens come.
+    """Streams a completion's text with the tokens it came from.
 
     Tokens are reported with the piece that their text is in; those of a stop text belong to none, nor do
     special tokens, such as the end, which the text leaves out.

@@ -196,6 +196,10 @@ def _cut(ids: list[list[int]], order: list[int], max_tokens: int | None) -> list
 
 
 def _build(sequences: Sequence[TokenSequence], ids: list[list[int]], order: list[int]) -> PackedBatch:
+    """Radix-tree split of the sequences of `order`, which sorts their ids lexicographically.
+
+    So `ids[group[0]]` and `ids[group[-1]]` of a group bound the prefix common to all of it.
+    """
     stream: list[int] = []
     positions: list[int] = []
     segments: list[tuple[int, int, int]] = []

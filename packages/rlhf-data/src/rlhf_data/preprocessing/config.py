@@ -1,4 +1,4 @@
-"""What is done to data before training, as a config."""
+"""Config of the preparation of data before training."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class PreprocessConfig(BaseConfig):
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of prompt and completion at most, or words without a tokenizer; null for no limit."""
     truncation: Literal["left", "middle", "drop", "right"] = "left"
-    """What happens to longer rows: left takes out the prompt's first turns, middle those in between, and
+    """Treatment of longer rows: left takes out the prompt's first turns, middle those in between, and
     drop leaves the rows out; completions stay whole.  Right is refused: it is for training."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the rows that is held out."""
     stratify_by: Literal["length", "source", "both", "none"] = "length"
-    """What held-out rows have in the proportions of all rows."""
+    """Property whose distribution is the same among held-out rows as among all rows."""
     strata: int = Field(default=10, ge=1)
     """Quantile bins of the length of prompt and longest completion."""
     group_prompts: Literal["exact", "near"] = "exact"
@@ -50,7 +50,7 @@ class PreprocessConfig(BaseConfig):
     near_threshold: float = Field(default=0.8, gt=0, le=1)
     """Jaccard index of shingles from which texts are nearly equal."""
     near_unit: Literal["words", "characters"] = "words"
-    """What shingles are made of; characters for languages that are written without spaces."""
+    """Unit of shingles; characters for languages that are written without spaces."""
     near_size: int = Field(default=5, ge=1)
     """Words or characters of a shingle."""
     seed: int = Field(default=42, ge=0)

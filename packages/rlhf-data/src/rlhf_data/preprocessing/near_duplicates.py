@@ -177,7 +177,7 @@ def _shingles(values: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 class _Sketches:
-    """What is kept of each distinct set of shingles: the keys of its bands and its smallest hashes."""
+    """Sketches of distinct sets of shingles: the keys of their bands and their smallest hashes."""
 
     def __init__(self, bands: tuple[int, int], seed: int) -> None:
         self.bands, self.rows = bands

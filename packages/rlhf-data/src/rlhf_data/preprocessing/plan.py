@@ -1,4 +1,4 @@
-"""What becomes of each row, decided from the facts about all of them."""
+"""Decisions on each row, from the facts about all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_data.preprocessing.splits import Split, connected, quantile_bins, spli
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of each row.
+    """Decision on each row: kept, left out or held out.
 
     Attributes:
         reason: index into `REASONS`, 0 for a row that is kept.

@@ -47,7 +47,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first pass over the rows found, and what becomes of each.
+    """Facts from the first pass over the rows, and the decisions on each.
 
     Attributes:
         read: gives the rows again.

@@ -40,7 +40,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Group:
-    """What is kept of a prompt's answers."""
+    """Best and worst of a prompt's answers so far."""
 
     best: tuple[float, bytes]
     worst: tuple[float, bytes]

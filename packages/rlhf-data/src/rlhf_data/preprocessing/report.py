@@ -1,4 +1,4 @@
-"""What a preparation did, in numbers."""
+"""Report of a preparation, in numbers."""
 
 from __future__ import annotations
 

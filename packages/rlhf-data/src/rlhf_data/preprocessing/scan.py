@@ -167,7 +167,7 @@ class Scan:
 
 
 def _reason(error: UserError) -> str:
-    """What a row that is not read counts as."""
+    """Reason under which a row that is not read is counted."""
     if error.code in _EMPTY_CODES:
         return "empty"
     return "tie" if error.code in ("same_as_chosen", "tie") else "bad_row"

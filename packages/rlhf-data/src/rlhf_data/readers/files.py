@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 UNPAIRED_ROWS = 1000
 """Preference rows of which all chosen completions come before all rejected ones, as TRL orders them."""
 Columns = Mapping[str, str | Sequence[str]]
-"""What a file calls a column, or the columns whose texts make it, by its usual name."""
+"""A file's name for a column, or the columns whose texts make it, by its usual name."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def record_rows(
     *,
     columns: Columns | None = None,
 ) -> Iterator[tuple[Record, ...] | UserError]:
-    """What each row of a file becomes: its records (of "kto" perhaps two), or what is wrong with it.
+    """Parse each row of a file into its records (of "kto" perhaps two), or the error that describes it.
 
     Args:
         rows: number and row, or what is wrong with it.
@@ -322,7 +322,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _attempt(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | UserError:
-    """What `read` gives, or the error that it raises; an error in place of its first argument stays."""
+    """Result of `read`, or the error that it raises; an error in place of its first argument stays."""
     if isinstance(arguments[0], UserError):
         return arguments[0]
     try:

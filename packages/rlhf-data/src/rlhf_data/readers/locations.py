@@ -16,7 +16,7 @@ LMDB_FILE = "data.mdb"
 _SHARDS = ((".arrow",), (".parquet",), JSON_LINES)
 """Kinds of files that a folder may hold; where it holds several kinds, the first is taken."""
 _SPLIT = re.compile(r"(train|test|eval|validation|valid|val|dev)(?![a-z])", re.IGNORECASE)
-"""What names of files begin with, on the hub and after `prepare`, where they belong to a split."""
+"""Prefix of the names of files that belong to a split, on the hub and after `prepare`."""
 
 
 def data_files(path: str | Path) -> list[str]:

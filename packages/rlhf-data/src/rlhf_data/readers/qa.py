@@ -52,7 +52,7 @@ class QARecord:
         return self.choices[self.answer]
 
     def contents(self) -> list[Any]:
-        """What a record is told from others by, in checkpoints and caches: all but `extra` and `where`."""
+        """Identity of a record in checkpoints and caches: all fields but `extra` and `where`."""
         marked = [] if self.evidence is None else [self.evidence]
         return [self.story, self.question, self.choices, self.answer, *marked]
 

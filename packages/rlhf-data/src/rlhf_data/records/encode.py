@@ -326,7 +326,7 @@ class Encoder:
         raise UserError(_UNCLEAR_TURNS, code="unclear_turns")
 
     def _closings(self, text: str, messages: list[Message], template: Template) -> Iterator[str]:
-        """What may close the assistant's turn that ends `messages` (as text: `text`) where others follow."""
+        """Texts that may close the last turn of `messages` (as text: `text`) before another one."""
         last = len(messages) - 1
         closing = text[self._content_end(text, messages, last, template) :]
         yield closing

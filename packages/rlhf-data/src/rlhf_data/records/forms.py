@@ -184,7 +184,7 @@ def _prm800k(row: Mapping[str, Any], where: str) -> Values:
 
 
 _STEP_TAG = "ки"
-"""What ends a step in Math-Shepherd; the column `label` has a + or - in its place."""
+"""End of a step in Math-Shepherd; the column `label` has a + or - in its place."""
 
 
 def _math_shepherd(row: Mapping[str, Any], where: str) -> Values:
@@ -293,7 +293,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _earlier(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    """What precedes the instruction: the system's text, and pairs of a question and its answer."""
+    """Messages before the instruction: the system's text, and pairs of a question and its answer."""
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     turns: Sequence[Any] = row.get("history") or ()
@@ -310,7 +310,7 @@ def _earlier(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
 
 _PAIRS = ("sft", "preference", "kto", "prompt")
 _RATINGS = ("fine_grained_score", "fine-grained_score", "overall_score", "score", "rating", "rank")
-"""What an answer's rating may be called; UltraFeedback's overall scores are wrong in places, where its others
+"""Names of an answer's rating; UltraFeedback's overall scores are wrong in places, where its others
 are right (a 10 for a 1), so those come first."""
 _TEXTS = ("response", "answer", "text", "content")
 

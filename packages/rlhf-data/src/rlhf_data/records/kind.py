@@ -25,7 +25,7 @@ Text = str | list[Message]
 """A plain text or the messages of a conversation."""
 
 ASSISTANT_TURN = "\n\nAssistant:"
-"""What a turn of the assistant starts with in a transcript `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
+"""Start of a turn of the assistant in a transcript `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -137,7 +137,7 @@ def record_kind(name: str) -> RecordKind:
 
 
 def prompt_key(record: Record) -> str:
-    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
+    """Key shared by all records of the same prompt, as JSON; without a prompt, the whole record."""
     for name in ("prompt", "messages", "text"):
         if hasattr(record, name):
             return json.dumps(getattr(record, name), sort_keys=True)

@@ -27,7 +27,7 @@ _SYNONYMS = {
     "completions": ("steps", "solution", "reasoning"),
     "labels": ("ratings", "step_labels", "scores"),
 }
-"""What other data sets call a column."""
+"""Names of a column in other data sets."""
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
@@ -51,7 +51,7 @@ class Row:
     where: str
 
     def name(self, column: str) -> str | None:
-        """What the row calls a column; None if it has no value for it."""
+        """The row's name for a column; None if it has no value for it."""
         names = (self.columns[column],) if column in self.columns else (column, *_OTHER_NAMES.get(column, ()))
         return next((name for name in names if self.values.get(name) is not None), None)
 
@@ -112,7 +112,7 @@ class Row:
         return list(value), where
 
     def common(self) -> dict[str, Any]:
-        """What every record keeps: its place, and what is meant for the chat template."""
+        """Fields common to all records: the place, and the arguments for the chat template."""
         template = {}
         if self.has("tools") and self.get("tools")[0] not in ("", []):
             template["tools"] = self.items("tools")[0]

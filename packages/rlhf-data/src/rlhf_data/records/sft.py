@@ -128,7 +128,7 @@ class SFTBuilder(Builder):
         return sequence
 
     def _completion_mask(self, record: CompletionRecord) -> list[bool] | None:
-        """What the assistant says, where the completion is messages."""
+        """Mask of the assistant's tokens, where the completion is messages and only those are learned."""
         if isinstance(record.completion, str) or not self.assistant_only_loss:
             return None
         messages = [*record.prompt, *record.completion]

@@ -88,7 +88,7 @@ def _shorten_turn(
     keep: Literal["left", "middle"],
     borders: Callable[[str], Sequence[int]],
 ) -> Text | None:
-    """What comes before all turns, and the last user's turn with its text cut; None if that is too long."""
+    """The text before all turns, and the last user's turn with its text cut; None if that is too long."""
     if isinstance(rest, str):
         opening = match.end() if (match := _HUMAN_TURN.match(rest)) else 0
         closing = rest.find("\n\nAssistant:", opening)

@@ -10,7 +10,7 @@ from typing import Any
 _FOLDER = "run_folder"
 """Key of a run's `config.json`: where the run folder was when it was written."""
 _PIECES = re.compile(r"([,=:])")
-"""What separates paths from the rest in the line of a reward."""
+"""Separators of paths from the rest of a reward's line."""
 
 
 def absolute_path(name: str) -> str:

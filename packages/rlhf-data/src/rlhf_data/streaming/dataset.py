@@ -155,7 +155,7 @@ class StreamingDataset(OfKind, Sequence[Example]):
 
     @property
     def content(self) -> str:
-        """What changes with the contents of the files, but not with where they lie."""
+        """Fingerprint of the files' contents, independent of where they lie."""
         return self.source.content
 
     def order(self, epoch: int, *, seed: int | None) -> Sequence[int]:
@@ -213,7 +213,7 @@ class StreamingDataset(OfKind, Sequence[Example]):
         return builder.example(item_at, number, len(self))
 
     def _items(self, numbers: Sequence[int], builder: Any) -> Iterator[list[Any]]:
-        """What the builder makes of the records of each number."""
+        """Examples that the builder makes of the records of each number."""
         for number, records in zip(numbers, self.source.read(numbers), strict=True):
             built: list[Any] = []
             if isinstance(records, UserError):

@@ -1,4 +1,4 @@
-"""What is found out about a file once and kept in the cache: where its blocks are, and its unpacked lines."""
+"""Cache of what is computed once for a file: where its blocks are, and its unpacked lines."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class ShardedRows:
         return BlockOrder(self._starts, self._weights, window=self._window, seed=seed, epoch=epoch)
 
     def read(self, numbers: Sequence[int]) -> list[tuple[str, RowFields | UserError | None]]:
-        """What errors call each row, and its fields, what is wrong with it, or None for a blank line."""
+        """Place of each row, and its fields, the error that describes it, or None for a blank line."""
         asked = np.asarray(numbers, dtype=np.int64)
         blocks = np.searchsorted(self._starts, asked, side="right") - 1
         shards = np.searchsorted(self._first_rows, asked, side="right") - 1

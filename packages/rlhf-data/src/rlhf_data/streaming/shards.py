@@ -28,7 +28,7 @@ _LMDB_LOCK = threading.Lock()
 
 
 class BlockIndex(NamedTuple):
-    """What is known of a shard's blocks before it is read.
+    """Rows and places of a shard's blocks, known before it is read.
 
     Attributes:
         rows: number (from 0) of the first row of each block, and the count of rows at the end.
@@ -82,7 +82,7 @@ class Shard(ABC):
         """Read a block."""
 
     def stamp(self) -> tuple[int, int]:
-        """Size and time of the last change, by which a changed file is noticed."""
+        """Size and time of the last change, used to detect that the file changed."""
         try:
             status = os.stat(self.file)
         except OSError as error:
@@ -229,9 +229,9 @@ class LMDBShard(Shard):
 
     def block(self, number: int, index: BlockIndex) -> Block:
         """See `Shard`; the folder is open only for as long as this takes: forked processes share nothing."""
-        first, behind = index.rows[number : number + 2].tolist()
+        first, end = index.rows[number : number + 2].tolist()
         with _LMDB_LOCK, open_lmdb(self.path) as environment, environment.begin() as transaction:
-            rows = [lmdb_row(transaction, row, self.path) for row in range(first, behind)]
+            rows = [lmdb_row(transaction, row, self.path) for row in range(first, end)]
 
         def row(at: int) -> RowFields:
             return parse_line(rows[at], self.place(first + at))

@@ -1,4 +1,4 @@
-"""What procedural worlds share: distinct stories of one split."""
+"""Distinct stories of one split, for all procedural worlds."""
 
 from __future__ import annotations
 

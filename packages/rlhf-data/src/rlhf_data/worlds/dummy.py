@@ -201,7 +201,7 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 def _readme(name: str, kind: DummyKind, files: Mapping[str, Sequence[Any]]) -> str:
-    """What is in the folder, and the commands that read it."""
+    """Text of the README: the contents of the folder, and the commands that read it."""
     reward = "exact" if kind == "arithmetic" else "choice"
     commands = {
         "sft.jsonl": f"rlhf-train sft --train-data {name}/sft.jsonl",

@@ -35,7 +35,7 @@ class Rated:
 
 @dataclass(frozen=True)
 class TransformResult:
-    """What one change of the prompts did.
+    """Effect of one change of the prompts.
 
     Args:
         transform: its name.

@@ -54,7 +54,7 @@ class Gap:
 
     @property
     def without_interval(self) -> str | None:
-        """What the verdict needs an interval of and has none, since its values do not vary; None: nothing."""
+        """Measure without the interval that the verdict needs, since its values do not vary; None if none."""
         if not np.isfinite(self.gap.low):
             return "the gap"
         if self.held_gain.estimate > 0 and not np.isfinite(self.held_gain.low):

@@ -87,7 +87,7 @@ class Audit:
 
 
 def method_of(rows: Sequence[Mapping[str, Any]]) -> Method:
-    """What trained a run, by what it logged: the game, a method that is paid in rewards, or another."""
+    """Method that trained a run, by its logs: the game, one that maximises rewards, or another."""
     logged = {key for row in rows for key in row}
     if any(key.startswith(("minmax/", "eval_minmax/")) for key in logged):
         return "game"

@@ -1,4 +1,4 @@
-"""What a model can do, and whether training has cost it any of that: offline suites, paired comparison."""
+"""Capability suites, offline, and paired tests for regressions by training."""
 
 from rlhf_eval.capability.items import Item as Item
 from rlhf_eval.capability.items import read_suite as read_suite

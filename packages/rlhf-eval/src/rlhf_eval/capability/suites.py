@@ -31,7 +31,7 @@ _REPEATS = 1000
 
 
 def stories(rows: int) -> list[Item]:
-    """Held-out stories: where something is, by what was seen, against gossip."""
+    """Held-out stories where gossip contradicts what was observed."""
     return _with_choices(story_questions(rows))
 
 

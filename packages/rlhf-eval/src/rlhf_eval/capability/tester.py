@@ -24,7 +24,7 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class CapabilityReport:
-    """What a model could do.
+    """Scores of a model on capability suites.
 
     Attributes:
         items: A row for each item: `suite`, `id`, `score`, and what was written.

@@ -64,7 +64,7 @@ class Exploration:
 
 
 def prompt_groups(table: PairTable, near_prompts: np.ndarray) -> tuple[np.ndarray, str]:
-    """What is resampled, and never parted by a split: near-duplicate prompts, and what that is called.
+    """Clusters of near-duplicate prompts, resampled and split as a whole, and what they are called.
 
     Where most prompts are made from one form, near duplicates are different questions; then equal prompts
     are taken together.
@@ -135,7 +135,7 @@ def explore_pairs(
 
 
 def _lengths(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
-    """What length is like, and what it has to do with the label."""
+    """Distribution of lengths, and how they relate to the label."""
     lengths, unit = lengths_of(table), length_unit(table)
     return {
         "length_unit": unit,

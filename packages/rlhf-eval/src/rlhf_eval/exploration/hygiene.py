@@ -41,7 +41,7 @@ ROW_RULES: Mapping[str, RowRule] = {
     "duplicate_prompt": RowRule("info", "a row before it has the same prompt"),
     "near_duplicate_prompt": RowRule("info", "a row before it has nearly the same prompt"),
 }
-"""What `find_rows` looks for, the worst first."""
+"""Rules of `find_rows`, the worst first."""
 
 
 def find_rows(

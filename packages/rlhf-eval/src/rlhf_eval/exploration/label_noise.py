@@ -22,7 +22,7 @@ _MOST_ERRORS = 0.25
 
 @dataclass(frozen=True, eq=False)
 class LabelNoise:
-    """What out-of-fold probabilities say about flipped labels.
+    """Flipped labels, estimated from out-of-fold probabilities.
 
     Attributes:
         probabilities: (n,) of the label that a pair has.
@@ -82,7 +82,7 @@ def find_label_noise(
 
 
 def noise_of(p: np.ndarray, clusters: np.ndarray, held_out: Interval) -> LabelNoise:
-    """What probabilities of the labels, by models of other prompts, say about flips.
+    """Estimate flipped labels from their probabilities by models of other prompts.
 
     Confident learning (Northcutt, Jiang & Chuang 2021, https://arxiv.org/abs/1911.00068, eq. 1): a pair
     counts as labelled right where the probability of its label reaches t, the mean probability of the labels

@@ -1,4 +1,4 @@
-"""What is kept of every pair: columns of numbers, as long as there are pairs, whatever their texts."""
+"""Table of features of every pair: columns of numbers, one for each pair, whatever its texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, in sentences: each states its value and the interval of it."""
+"""Measurements in sentences, each with its value and interval."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def excludes(share: Mapping[str, Any], value: float) -> bool:
 
 
 def _few(results: Mapping[str, Any]) -> list[Sentence]:
-    """What so few prompts cannot show, where they are few."""
+    """Caveats for few prompts, where they are few."""
     prompts = results["prompt_groups"]["count"]
     if prompts >= _ENOUGH:
         return []
@@ -147,7 +147,7 @@ def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
 
 
 def _of_phrases(found: Mapping[str, Any], what: str) -> Sentence | None:
-    """What the phrases of a place show; None if no phrase is frequent enough to be tested."""
+    """Finding from the phrases of a place; None if no phrase is frequent enough to be tested."""
     if not found["tested"]:
         return None
     sides = {

@@ -115,7 +115,7 @@ def halves(clusters: np.ndarray, seed: int) -> np.ndarray:
 
 
 def predictors(table: PairTable, words: WordTable) -> dict[str, Design]:
-    """What each predictor uses; those of words may cover fewer pairs, the first ones."""
+    """Design matrix of each predictor; those of words may cover fewer pairs, the first ones."""
     features = surface_differences(table)
     lengths = table.count(length_unit(table)).astype(float)
     single = {

@@ -61,7 +61,7 @@ _HEAD = 500
 
 
 def surface_counts(text: str) -> tuple[float, ...]:
-    """What `COUNTS` names, of one completion; a refusal counts 1 at most."""
+    """The `COUNTS` of one completion; a refusal counts 1 at most."""
     lower = text.replace("’", "'").lower()
     return (
         len(text),

@@ -159,7 +159,7 @@ class _Vocabulary:
 
 
 class _Differences:
-    """What only one completion of a pair has, collected some pairs at a time."""
+    """Words that only one completion of a pair has, collected some pairs at a time."""
 
     def __init__(self) -> None:
         self.pairs = 0

@@ -99,7 +99,7 @@ class RunLog:
         return tail.rows
 
     def poll(self) -> bool:
-        """Take up what was logged since the last call; whether that changed anything."""
+        """Read what was logged since the last call; return whether that changed anything."""
         changed = self._poll_state() if self._tail is None else self._tail.poll()
         changed = self._workers.poll() or changed
         if self._tail is not None and changed:

@@ -41,7 +41,7 @@ class Tail:
         self._offset, self._inode, self._before = 0, -1, b""
 
     def poll(self) -> bool:
-        """Take up what was written since the last call; whether that changed anything."""
+        """Read what was written since the last call; return whether that changed anything."""
         try:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Win rates that length and style do not decide: logistic models, refitted in every resample."""
+"""Length- and style-controlled win rates: logistic models, refitted in every resample."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def controlled_win_rate(
     """The win rate if the answers did not differ in the features: σ(b₀) of P(win) = σ(b₀ + b·x).
 
     The model is refitted in every resample of prompts; AlpacaEval 2's own standard error, the spread of
-    the fitted probabilities, holds the fit for known and covers 54% for 95%.
+    the fitted probabilities, treats the fit as known; its 95% interval covers 54%.
 
     Args:
         verdicts: (n,) in [0, 1]: 1 the model wins, ½ a tie; or the judge's probability.

@@ -1,4 +1,4 @@
-"""What a reference language model makes of completions: how likely they are, and how coherent."""
+"""Likelihood and coherence of completions under a reference language model."""
 
 from __future__ import annotations
 

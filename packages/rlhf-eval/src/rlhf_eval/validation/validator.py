@@ -43,7 +43,7 @@ class ValidatorConfig:
 
 @dataclass(frozen=True)
 class Validation:
-    """What was found in a completion.
+    """Findings in a completion.
 
     Args:
         score: in [0, 1], 1 for no flaw: 1 − the greatest severity.

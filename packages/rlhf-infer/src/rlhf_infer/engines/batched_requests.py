@@ -1,4 +1,4 @@
-"""What callers have asked a batcher for, in the pieces that are drawn together."""
+"""Requests to a batcher, in the pieces that are drawn together."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class ContinuousBatcher:
 
     @property
     def _begun(self) -> list[Running]:
-        """What runs and, younger than all of it, what has to pause; the oldest first."""
+        """Running requests and, younger than all of them, paused ones; the oldest first."""
         return [*self._running, *self._paused]
 
     def _wait(self) -> bool:

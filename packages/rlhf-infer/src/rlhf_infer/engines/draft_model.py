@@ -127,7 +127,7 @@ class DraftModel(TransformersEngine):
         attention: RaggedAttention,
         draw: Callable[..., tuple[Tensor, Tensor, Tensor]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `draw` draws by this model after it has computed tokens (N,) at positions (N,)."""
+        """Draws of `draw` by this model after it has computed tokens (N,) at positions (N,)."""
         tokens = torch.from_numpy(np.minimum(ids, self.vocab_size - 1)).to(positions.device)
         first, second, margin = draw(self._head, self._forward(tokens, positions, attention))
         return first.cpu().numpy(), second.cpu().numpy(), margin.cpu().numpy()

@@ -86,7 +86,7 @@ class PreviousCompletions:
         return _WholeDrafts(table, first=int(self.agreement)) if (table >= 0).any() else None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, of lists and numbers."""
+        """State for a checkpoint, of lists and numbers."""
         known = [[list(prompt), kept] for prompt, kept in self._known.items()]
         return {"agreement": self.agreement, "saving": self.saving, "known": known}
 

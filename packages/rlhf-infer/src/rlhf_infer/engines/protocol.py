@@ -174,7 +174,7 @@ class GenerationEngine(Protocol):
         ...
 
     def update_weights(self, model: Any) -> None:
-        """Take up the weights of the trainer's model, a transformers causal LM or a PeftModel around one."""
+        """Copy the weights of the trainer's model, a transformers causal LM or a PeftModel around one."""
         ...
 
     def close(self) -> None:

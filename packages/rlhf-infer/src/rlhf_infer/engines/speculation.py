@@ -26,7 +26,7 @@ _TRIAL = 4
 _PATIENCE = 64
 """Passes after which the slower way is tried again, and twice as many each time after that."""
 _FADE = 0.9
-"""What a pass counts for after one more."""
+"""Decay of a pass's weight per further pass."""
 
 
 class SpeculativeDecoder(TransformersEngine):

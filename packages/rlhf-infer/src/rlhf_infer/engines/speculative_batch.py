@@ -17,7 +17,7 @@ from rlhf_infer.kv.decode_attention import RaggedAttention, laid_out, room, take
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the rows of a batch may draw next.
+    """Guesses of the next tokens of a batch's rows.
 
     Args:
         tokens: (B, K); -1 after a row's last guess.

@@ -81,7 +81,7 @@ def goes_on_after(prompt: Text, prompt_ids: Sequence[int]) -> Sequence[int]:
 
 
 def space_between(tokenizer: Any, before: Sequence[int], completion: Sequence[int]) -> str:
-    """What stands between the text of some tokens and that of their completion, each decoded by itself.
+    """Text between that of some tokens and that of their completion, each decoded by itself.
 
     Some tokenizers, such as those of Llama 2 and those of words, leave out a space at the start of a text.
     """

@@ -12,7 +12,7 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 _fused_attention: Callable[..., tuple[Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 )
-"""What `scaled_dot_product_attention` calls on CPUs; alone it returns the logarithms of the sums too."""
+"""Kernel of `scaled_dot_product_attention` on CPUs; called directly it returns the log-sum-exps too."""
 
 
 def mix(

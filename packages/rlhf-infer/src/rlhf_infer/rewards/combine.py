@@ -50,7 +50,7 @@ class RewardScores:
 
 @dataclass(frozen=True)
 class Measured:
-    """What F functions gave for B samples that they saw together, and what they logged.
+    """Rewards and logs of F functions for B samples that they saw together.
 
     Args:
         rows: F lists of B rewards, NaN where a function is not applicable.
@@ -196,7 +196,7 @@ class RewardFunctions:
         return self.joined(self.measure([samples]), samples, fill_in=fill_in)
 
     def measure(self, batches: Sequence[Samples]) -> list[Measured]:
-        """What the functions give for batches of samples, each of which they see by itself.
+        """Rewards and logs for batches of samples, each of which the functions see by itself.
 
         Raises:
             UserError: a function fails, see `__call__`.

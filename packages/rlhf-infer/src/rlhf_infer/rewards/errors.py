@@ -1,4 +1,4 @@
-"""What a reward function raises, as a sentence that names it and the sample at fault."""
+"""Errors of reward functions, as a sentence that names the function and the sample at fault."""
 
 from __future__ import annotations
 

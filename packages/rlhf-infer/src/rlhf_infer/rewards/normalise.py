@@ -55,7 +55,7 @@ class RewardNormaliser:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, rewards: Sequence[float]) -> None:
-        """Take up a batch of rewards, and those of the other processes."""
+        """Update the statistics by a batch of rewards, and those of the other processes."""
         values = torch.tensor(list(rewards), dtype=torch.float64)
         mean = float(values.mean()) if len(values) else 0.0
         own = (float(len(values)), mean, float((values - mean).square().sum()))

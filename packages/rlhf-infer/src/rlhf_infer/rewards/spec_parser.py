@@ -207,7 +207,7 @@ def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def converter(annotation: Any) -> Callable[[str], Any]:
-    """What turns a text into an option's value: `int` for `int | None`, `str` for `Literal["a", "b"]`.
+    """Converter of a text into an option's value: `int` for `int | None`, `str` for `Literal["a", "b"]`.
 
     Raises:
         TypeError: a text cannot be turned into such a value.

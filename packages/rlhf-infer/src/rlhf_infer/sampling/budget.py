@@ -22,7 +22,7 @@ _UNIT = ScorePopulation(0.0, 1.0, math.inf, 1)
 class AdaptiveComputeAllocator:
     """Gives a budget's samples to the prompts whose best score they raise most.
 
-    The gain of a k-th sample more, in a round in which nothing is scored in between, is
+    The marginal gain of the k-th further sample, in a round in which nothing is scored in between, is
     E[max(b, X_1..X_k)] - E[max(b, X_1..X_{k-1})], b being the best score so far; see `MarginalGains`. The
     first one's is the expected improvement of Bayesian optimisation (Jones et al. 1998,
     https://doi.org/10.1023/A:1008306431147). Spending more where scores spread more is due to AdaBoN

@@ -58,7 +58,7 @@ class RefinerTemplates:
                 ) from error
 
     def ask(self, kind: Literal["critique", "refine"], prompt: Text, answer: str, **fields: str) -> Text:
-        """What the model reads: a text, or a chat that goes on from the draft."""
+        """Prompt for the model: a text, or a chat that goes on from the draft."""
         if isinstance(prompt, str):
             return getattr(self, kind).format(prompt=prompt, answer=answer, **fields)
         asked = getattr(self, f"chat_{kind}").format(**fields)
@@ -86,7 +86,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Refinement:
-    """What became of a prompt.
+    """Result of refining the answer to a prompt.
 
     Args:
         prompt: text or messages.

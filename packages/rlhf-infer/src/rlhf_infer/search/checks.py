@@ -1,4 +1,4 @@
-"""What a search refuses: settings that do not go together, and trees of another search."""
+"""Checks of a search: settings that do not go together, and trees of another search."""
 
 from __future__ import annotations
 

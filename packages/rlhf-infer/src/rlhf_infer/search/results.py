@@ -1,4 +1,4 @@
-"""What a search returns: the finished completions of a tree, their order, and what they cost."""
+"""Results of a search: the finished completions of a tree, their order and their cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_infer.search.tree import SearchTree
 
 @dataclass(frozen=True)
 class SearchCost:
-    """What a search of several prompts took; what a resumed one found in its trees is not counted.
+    """Cost of a search of several prompts, without what a resumed one found in its trees.
 
     Args:
         waves: rounds of choosing, drawing and scoring.

@@ -23,7 +23,7 @@ class Strategy(Protocol):
     """Searches the tree of one prompt; its caller draws, scores and backs up."""
 
     def choose(self, tree: SearchTree) -> list[Expansion]:
-        """What to draw next, the most important first; none at the end."""
+        """Nodes to draw from next, the most important first; none at the end."""
         ...
 
     def take(self, tree: SearchTree, drawn: Sequence[tuple[Expansion, Sequence[int]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_data import Text, UserError, atomic_write_text
 
 Terminal = Literal["end", "stop", "checked", "length"]
-"""What ended a completion: end token, stop text, checker, or the longest length allowed."""
+"""End of a completion: end token, stop text, checker, or the longest length allowed."""
 ROOT = 0
 """Number of the root, which has no tokens."""
 

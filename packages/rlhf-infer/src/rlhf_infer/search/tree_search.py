@@ -73,7 +73,7 @@ class TreeSearch:
 
     @property
     def cost(self) -> SearchCost:
-        """What the last run took."""
+        """Cost of the last run."""
         return self.waves.cost
 
     def run(

@@ -191,7 +191,7 @@ class SearchWaves:
         }
 
     def _orders(self, search: _Search) -> list[_Order]:
-        """What a tree draws next; every draw has its longest length set aside, so that the budget holds."""
+        """Next draws of a tree; every draw has its longest length set aside, so that the budget holds."""
         if search.ended:
             return []
         tree, left = search.tree, self.settings.budget_tokens - search.tree.spent
@@ -269,7 +269,7 @@ class SearchWaves:
         return tree.add(order.node, draw, terminal=terminal, cut=cut)
 
     def _terminal(self, tree: SearchTree, ids: tuple[int, ...], draw: Draw) -> Terminal | None:
-        """What ended the completion, if something did."""
+        """End of the completion; None if it goes on."""
         if draw.finish_reason == "stop" and ids[-1] in self._ends:
             return "end"
         if self.params.stop:

@@ -131,7 +131,7 @@ class VLLMEngine:
         check_lengths(prompts, max_new_tokens, self.max_model_len)
 
     def update_weights(self, model: Any) -> None:
-        """Take up the weights of the model being trained, which stays as it is.
+        """Copy the weights of the model being trained, which stays as it is.
 
         Without `max_lora_rank` all weights go over, a PeftModel's active adapter merged on the way. With it
         the active adapter goes over, under a name and number that are never used again.

@@ -1,4 +1,4 @@
-"""What is known before vLLM starts, and why it did not, in one sentence."""
+"""Checks before vLLM starts, and the reason why it did not, in one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def known_length(model: str, settings: VLLMSettings) -> int | None:
 
 
 def not_started(model: str, error: Exception) -> UserError:
-    """What vLLM raised when it was started, as a sentence that names our settings."""
+    """The error for a failed start of vLLM, as a sentence that names our settings."""
     code = "head_too_small" if isinstance(error, SmallHeadsError) else "engine_not_started"
     return UserError(f"vLLM cannot start with {model}: {_reason(str(error))}", code=code)
 

@@ -164,12 +164,12 @@ class ModelDifference:
     labels: tuple[str, ...]
     """Short names of the base and the models, no two of them alike."""
     density: float | None
-    """What task vectors were trimmed to before their signs were compared; None if they were not."""
+    """Density to which task vectors were trimmed before their signs were compared; None if they were not."""
     tensors: tuple[TensorDifference, ...]
     integers: Mapping[str, tuple[int, ...]]
     """For each tensor of integers, how many elements of each model differ from the base's."""
     notes: tuple[str, ...]
-    """What was compared otherwise than element by element of tensors of one name."""
+    """Notes on tensors that were not compared element by element under one name."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -250,7 +250,7 @@ def _raise_first(errors: Iterable[BaseException | None]) -> None:
 
 
 def _drained(queue: SimpleQueue[Item]) -> list[Item]:
-    """What is in a queue; waits for the first, but no longer than `POLL_SECONDS`."""
+    """Drain a queue; waits for the first item, but no longer than `POLL_SECONDS`."""
     found: list[Item] = []
     with contextlib.suppress(Empty):
         found.append(queue.get(timeout=POLL_SECONDS))

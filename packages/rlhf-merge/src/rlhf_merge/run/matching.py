@@ -45,7 +45,7 @@ class Matched:
     ignored: tuple[str, ...]
     """Names of the tensors that were left out because a pattern fits them."""
     lent: dict[str, str]
-    """The head of each model that has its embedding in its place."""
+    """LM head name, for each model whose tied embedding stands in for it."""
 
 
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
@@ -78,7 +78,7 @@ def check_alike(tensors: Sequence[tuple[str, str, Readable]]) -> None:
     for spec, name, tensor in tensors[1:]:
         if tuple(tensor.shape) != tuple(first.shape):
             shapes = f"{list(tensor.shape)} in {spec} but {list(first.shape)} in {label}"
-            message = f"tensor {name} has shape {shapes}; only models of one size belong together"
+            message = f"tensor {name} has shape {shapes}; only models of the same shape can be merged"
             raise MergeError(message, code="different_shapes", tensor=name, model=spec)
         floating = tensor.dtype.is_floating_point and first.dtype.is_floating_point
         if tensor.dtype != first.dtype and not floating:
@@ -96,7 +96,7 @@ def without(
     for pattern in ignore:
         fitting = [name for name in every if fnmatchcase(name, pattern)]
         if not fitting:
-            message = f"ignore: no tensor of the models fits {pattern!r}; correct it or take it away"
+            message = f"ignore: no tensor of the models fits {pattern!r}; correct or remove it"
             raise MergeError(message, code="unmatched_pattern", pattern=pattern)
         for name in fitting:
             if all(name in own for own in tensors.values()):

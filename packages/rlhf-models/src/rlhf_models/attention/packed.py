@@ -178,6 +178,7 @@ class TreeAttention:
             x.index_select(0, blocks.key_index).split([b * n for b, _, n in sizes]) for x in (key, value)
         )
         for group, *stream in zip(blocks.groups, queries, keys, values, strict=True):
+            # (B * Lq, H, D) -> (B, H, Lq, D)
             q, k, v = (x.unflatten(0, (group.shape[0], -1)).transpose(1, 2) for x in stream)
             outputs.append(_attend_group(q, k, v, group.mask, options).transpose(1, 2).flatten(0, 1))
         order = pad(blocks.order, (0, len(query) - len(blocks.order)))
@@ -229,4 +230,4 @@ AttentionMaskInterface.register(IMPLEMENTATION, _packed_mask)
 
 
 OptimizedAttention = TreeAttention
-"""Another name."""
+"""Alias of `TreeAttention`."""

@@ -83,7 +83,10 @@ def run_varlen(
     tables: VarlenTables,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """One flash call: segments as rows, causal from the bottom right, so that ancestors are fully seen."""
+    """One flash call: segments as rows, causal from the bottom right, so that ancestors are fully seen.
+
+    query (N, H, D); key and value (N, H_kv, D) are gathered to (K, H_kv, D), K being the keys of all rows.
+    """
     key, value = tables.keys(key), tables.keys(value)
     left = -1 if options.window is None else options.window - 1
     offsets = (tables.query_offsets, tables.key_offsets, tables.max_query, tables.max_key)

@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class CompressedText:
-    """What is left of a text.
+    """A compressed text.
 
     Args:
         text: the kept tokens, decoded.

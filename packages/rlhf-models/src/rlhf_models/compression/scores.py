@@ -1,4 +1,4 @@
-"""What tokens are worth under a language model: surprisal, and how well they explain a question."""
+"""Scores of tokens under a language model: surprisal, and how well they explain a question."""
 
 from __future__ import annotations
 

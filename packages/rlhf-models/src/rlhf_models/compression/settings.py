@@ -20,7 +20,7 @@ class CompressionSettings(BaseConfig):
     ratio: float | None = Field(default=None, ge=1)
     """Keep one in `ratio` tokens, rounded down; exactly one of this and max_tokens."""
     units: Literal["sentence", "token"] = "sentence"
-    """What is ranked: whole sentences, the last of which is cut to fit, or tokens by themselves."""
+    """Unit of ranking: whole sentences, the last of which is cut to fit, or single tokens."""
     keep_first: int = Field(default=0, ge=0)
     """First tokens of a text, which are kept."""
     keep_last: int = Field(default=0, ge=0)

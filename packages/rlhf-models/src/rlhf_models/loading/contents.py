@@ -1,4 +1,4 @@
-"""What a model's safetensors files hold, against what the model needs: shapes, types, finite numbers."""
+"""Checks of a model's safetensors files against the model: shapes, types, finite numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_models.loading.sources import READ_UP_TO, cached_folder, weight_files
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that are numbers as they are; of others they need scales."""
 _DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
-"""What is raised by files that are none; the load that follows says it better."""
+"""Errors of files that are not safetensors; the load that follows says it better."""
 
 
 def wrong_shape(auto_class: Any, name_or_path: str | Path, where: str, config: PreTrainedConfig) -> UserError:

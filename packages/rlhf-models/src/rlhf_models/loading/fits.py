@@ -1,4 +1,4 @@
-"""What fits a model: its files, the tokens of its context, the vocabulary of a tokenizer."""
+"""Checks that files, lengths of texts and a tokenizer's vocabulary fit a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_models.loading.pretrained import check_language_model, load_config, re
 
 
 def check_files(name_or_path: str | Path) -> None:
-    """Refuse a folder that lacks parts of a language model, which another program that loads it may not see.
+    """Refuse a folder that lacks parts of a language model, which another loader may not notice.
 
     Nothing is loaded; weights of up to 1 GiB are read, to see that they are finite. Of names on the hub, of
     quantised files and of architectures that transformers does not know as language models only the config is
@@ -70,7 +70,7 @@ def generation_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Tokens that a prompt and a completion drawn by a transformers engine may have; None without a limit.
 
     This is the context, or less where a model has other rotary frequencies for longer texts (LongRoPE, as in
-    Phi-3 and Phi-4): keys and values that are held would still be those of the shorter text.
+    Phi-3 and Phi-4): cached keys were rotated with the short-context frequencies.
     """
     config = model if isinstance(model, PreTrainedConfig) else model.config
     text = config.get_text_config()

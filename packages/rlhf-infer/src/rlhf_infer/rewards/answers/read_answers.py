@@ -17,8 +17,8 @@ from typing import Literal
 from rlhf_infer.rewards.answers.numbers import Number, NumberSpan, find_numbers, number_of, plain
 
 Read = Literal["auto", "marked", "whole"]
-"""What is read of a completion: where an answer is marked that, else all of it ("auto"); what is marked, or
-nothing ("marked"); all of it, whatever is marked ("whole")."""
+"""Part of a completion that is read: where an answer is marked that, else all of it ("auto"); what is marked,
+or nothing ("marked"); all of it, whatever is marked ("whole")."""
 
 _HASHES = "####"
 _BOX = re.compile(r"\\boxed\s*(?:(\{)|(?=[\w$-]))")
