@@ -24,6 +24,7 @@ from rlhf_data import (
     write_dummy_data,
 )
 from rlhf_data.readers.files import row_parser
+from rlhf_data.records.kind import RECORD_KINDS, record_kind
 
 _ASK = {"role": "user", "content": "hi"}
 _YES = {"role": "assistant", "content": "yes"}
@@ -243,7 +244,8 @@ def test_any_value_in_any_column_of_any_form_is_read_or_refused(tmp_path: Path) 
     write_dummy_data(tmp_path / "rows")
     rows = [read_lines(path)[0] for path in sorted((tmp_path / "rows").rglob("*.jsonl"))]
     assert len(rows) > 15
-    parsers = [row_parser(kind, {}) for kind in ("sft", "preference", "kto", "steps", "prompt")]
+    record_kind("sft")
+    parsers = [row_parser(kind, {}) for kind in RECORD_KINDS]
     for row in rows:
         for changed in [_changed(row, place, value) for place in _places(row) for value in _ODD]:
             for parse in parsers:
