@@ -18,7 +18,7 @@ class AheadEngine:
         self.used: dict[int, int] = {}  # step -> version
         self._tokenizer = tokenizer
         self._copies: dict[int, Any] = {}
-        self._newest = 0
+        self._newest = self._first = 0
         self._done: dict[int, list[list[Rollout]]] = {}
         self.eos_token_ids = [tokenizer.eos_token_id]
 
@@ -36,7 +36,7 @@ class AheadEngine:
 
     def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         if step not in self._done:
-            self.used[step] = max(0, step - self.max_staleness)
+            self.used[step] = max(self._first, step - self.max_staleness)
             ids = [prompt.prompt_ids for prompt in prompts]
             self._done[step] = self._sample(self.used[step], ids, n, params)
 
@@ -50,7 +50,12 @@ class AheadEngine:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._done.clear()
+
+    def restart(self, step: int) -> None:
+        self._first = step
+        self._done.clear()
 
     def close(self) -> None: ...
 

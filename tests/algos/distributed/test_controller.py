@@ -20,6 +20,7 @@ from raises import raises_error
 from rlhf_algos.distributed.config import DistributedConfig
 from rlhf_data import RunFolder
 from rlhf_infer import SamplingParams, TransformersEngine
+from rolled_back import RolledBack, check_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 _CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
@@ -208,6 +209,39 @@ def test_a_resumed_run_takes_what_was_sampled(staleness: int, controller: Make, 
     assert rows[0] == rows[1]
     known = [facts["from_ledger"] for event, facts in engine.events if event == "step"]
     assert known[:2] == [2, 2] and known[-1] == 0
+
+
+def test_a_rollback_drops_what_was_sampled_ahead(controller: Make, tmp_path: Path):
+    """Prompts come in another order then, and must not be scored with completions of the former ones."""
+    steps: dict[str, Any] = {"max_steps": 8, "save_steps": 2}
+
+    def train(name: str, stop_after: int | None = None, *, resume: bool = False) -> Any:
+        run = RunFolder.create(tmp_path / name, job="grpo", resume=resume)
+        engine = controller(max_staleness=2, ledger=run.path / "ledger")
+        trainer = grpo(options={"run": run, "engine": engine}, prompts_per_batch=1, **steps)
+        guard = trainer.guard = RolledBack(trainer, at=5, to=4)
+        if resume:
+            assert trainer.resume()
+        check_prompts(trainer)
+
+        def on_step(step: int, metrics: Any) -> None:
+            if step == stop_after and guard.rollbacks:
+                raise KeyboardInterrupt
+
+        trainer.on_step = on_step
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.train()
+        engine.close()
+        return trainer, engine
+
+    whole, engine = train("whole")
+    told = [facts["version"] for event, facts in engine.events if event == "step"]
+    assert told == [0, 0, 0, 1, 2, 4, 4, 4, 5]
+    train("halted", 7)
+    resumed, engine = train("halted", resume=True)
+    told = [facts["from_ledger"] for event, facts in engine.events if event == "step"]
+    assert told == [2, 2]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters, resumed.parameters, strict=True))
 
 
 def test_rollouts_that_are_lost_for_good_are_said(controller: Make, tmp_path: Path):

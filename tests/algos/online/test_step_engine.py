@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from ahead_engine import AheadEngine
 from online_trainers import PROMPTS, TOKENIZER, gradient, grpo, ppo, rollout
+from rlhf_data import RunFolder
+from rolled_back import RolledBack, check_prompts
 
 _CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 
@@ -52,6 +55,16 @@ def test_step_s_is_sampled_with_the_weights_of_k_steps_before():
         assert (
             0 <= row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"]
         )
+
+
+def test_after_a_rollback_steps_are_sampled_for_the_prompts_of_the_new_order(tmp_path: Path):
+    engine, folder = AheadEngine(TOKENIZER, 2), RunFolder.create(tmp_path / "run", job="grpo")
+    trainer = grpo(options={"engine": engine, "run": folder}, max_steps=8, save_steps=2, prompts_per_batch=1)
+    trainer.guard = RolledBack(trainer, at=5, to=4)
+    check_prompts(trainer)
+    trainer.train()
+    assert trainer.seed != trainer.config.seed
+    assert engine.used == {0: 0, 1: 0, 2: 0, 3: 1, 4: 4, 5: 4, 6: 4, 7: 5}
 
 
 @pytest.mark.parametrize("make", [grpo, ppo])

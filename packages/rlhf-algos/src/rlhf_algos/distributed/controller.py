@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_algos.distributed.cluster import Cluster
 from rlhf_algos.distributed.config import DistributedConfig, Tell
-from rlhf_algos.distributed.ledger import GroupKey, Ledger, request_hash
+from rlhf_algos.distributed.ledger import GroupKey, Ledger, lost_rollouts, request_hash
 from rlhf_algos.distributed.pool import Failure, Lost, Pool, Worker, WorkerLosses, answers
 from rlhf_algos.distributed.scoring import RewardFacts, RewardSetup, RewardWorker, Scoring
 from rlhf_algos.distributed.weights import Published
@@ -26,7 +26,7 @@ from rlhf_algos.distributed.worker import (
     trained_arrays,
 )
 from rlhf_algos.online.rollouts import column_names
-from rlhf_data import PromptExample, UserError
+from rlhf_data import PromptExample
 from rlhf_infer import Measured, Rollout, Samples, SamplingParams
 
 _NOW = -1
@@ -40,8 +40,9 @@ _GAP = 0.002
 class Controller:
     """A generation engine over workers; also samples steps ahead of the trainer, see `StepEngine`.
 
-    Step s is sampled with the weights after max(0, s - max_staleness) steps.  A completion depends on its
-    weights, its prompt's batch and its seed, so it is the same whichever worker samples it and how often.
+    Step s is sampled with the weights after max(0, s - max_staleness) steps; after a rollback to step r,
+    of whose earlier weights none are left, after max(r, s - max_staleness) steps.  A completion depends on
+    its weights, its prompt's batch and its seed, so it is the same whichever worker samples it and how often.
 
     Args:
         config: the settings.
@@ -75,6 +76,7 @@ class Controller:
         self.prompts_per_batch = prompts_per_batch or 1
         self._tell, self._losses = tell, WorkerLosses(config, tell)
         self._versions: dict[int, str] = {}
+        self._first = 0  # no weights of fewer steps are sampled from
         self._steps: dict[int, list[Task]] = {}
         self._start: Any = None
         self._lock, self._closed = threading.RLock(), threading.Event()
@@ -124,7 +126,7 @@ class Controller:
             for task in tasks:
                 self._scoring.add(task)
         self._work(lambda: all(task.done for task in tasks))
-        return [_measured(task) for task in tasks]
+        return [task.result() for task in tasks]
 
     def publish(self, model: Any, version: int) -> None:
         """Make the model's trained weights the ones that are sampled from; `version` steps made them."""
@@ -156,7 +158,7 @@ class Controller:
             return
         if self._ledger is None and self._path:  # not where a run is only evaluated, perhaps while it trains
             self._ledger = Ledger(self._path)
-        version = max(0, step - self.max_staleness)
+        version = self._version_of(step)
         ids = [prompt.prompt_ids for prompt in prompts]
         tasks = self._tasks(step, ids, n, params, self._versions[version])
         if self._rewards is not None:
@@ -172,12 +174,7 @@ class Controller:
                 task.known = task.groups is not None
         wanted = [task for task in tasks if task.groups is None]
         if wanted and self._versions[version] not in self._published:
-            raise UserError(
-                f"step {step + 1} was to be sampled with the weights after {version} steps, which no "
-                "checkpoint has, and the ledger in the run's folder lacks its completions; start a new run",
-                code="lost_rollouts",
-                step=step + 1,
-            )
+            raise lost_rollouts(step, version)
         with self._lock:
             for task in tasks:
                 if task.sampled:
@@ -194,7 +191,7 @@ class Controller:
         started, tasks = time.monotonic(), self._steps[step]
         self._work(lambda: all(task.done for task in tasks))
         del self._steps[step]
-        version = max(0, step - self.max_staleness)
+        version = self._version_of(step)
         self._tell(
             "step",
             {
@@ -215,7 +212,7 @@ class Controller:
         with self._lock:
             self._published.keep(set(self._versions.values()))
         self._cluster.leave_if_drained(self._tell)
-        measured = [_measured(task.scoring) for task in tasks if task.scoring is not None]
+        measured = [task.scoring.result() for task in tasks if task.scoring is not None]
         return _groups(tasks), measured if self._rewards is not None else None
 
     def settle(self) -> None:
@@ -227,11 +224,19 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: which weights the steps that have begun were sampled with."""
-        return {"versions": {str(version): digest for version, digest in self._versions.items()}}
+        versions = {str(version): digest for version, digest in self._versions.items()}
+        return {"versions": versions, "first": self._first}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Load what `state` returned; steps that have begun are dropped, for their prompts may differ now."""
+        self._drop_steps()
+        self._first = state.get("first", 0)
         self._versions = {int(version): digest for version, digest in state.get("versions", {}).items()}
+
+    def restart(self, step: int) -> None:
+        """Sample from this step on as if it were the first, other prompts from the weights as they are."""
+        self._drop_steps()
+        self._first, self._versions = step, {}
 
     def forget(self, step: int) -> None:
         """Drop the completions of earlier steps from the disk."""
@@ -250,6 +255,14 @@ class Controller:
         self._cluster.close()
         if self._ledger is not None:
             self._ledger.close()
+
+    def _version_of(self, step: int) -> int:
+        return max(self._first, step - self.max_staleness)
+
+    def _drop_steps(self) -> None:
+        """Drop the steps that have begun; what workers are doing for them is waited for."""
+        self._steps.clear()
+        self._work(lambda: all([pool.drop_tasks() for pool in self._pools]))
 
     def _publish(self, roles: Iterable[str]) -> str:
         """Make roles' weights current; the first time, have the workers begin. The last one's digest."""
@@ -345,10 +358,8 @@ class Controller:
 
     def _fail(self, pool: Pool, worker: Worker, task: Any, failure: Failure) -> None:
         """Weights that could not be fetched are published again; another error is tried again elsewhere."""
-        self._tell(
-            "failed",
-            {"worker": worker.number, "pool": pool.kind, "kind": failure.kind, "why": failure.text},
-        )
+        facts = {"worker": worker.number, "pool": pool.kind, "kind": failure.kind, "why": failure.text}
+        self._tell("failed", facts)
         if failure.kind == "weights":
             if worker.given[-1] is self._published.actor:  # else it was replaced since
                 self._losses.count(f"the weights actor: {failure.text}")
@@ -361,7 +372,7 @@ class Controller:
         elif isinstance(task, Scoring):
             task.error = failure  # raised at the step that it belongs to, as without workers
         else:
-            raise _raised(failure)
+            raise failure.as_error()
 
     def _tasks(
         self,
@@ -385,14 +396,3 @@ class Controller:
 
 def _groups(tasks: Sequence[Task]) -> list[list[Rollout]]:
     return [group for task in tasks for group in task.groups or ()]
-
-
-def _measured(task: Scoring) -> Measured:
-    if task.measured is None:
-        assert task.error is not None
-        raise _raised(task.error)
-    return task.measured
-
-
-def _raised(failure: Failure) -> UserError:
-    return UserError(failure.text, code=failure.code, **(failure.fields or {}))

@@ -156,6 +156,16 @@ def request_hash(prompts: Any, n: int, params: Any) -> str:
     return json_hash([[list(map(int, prompt)) for prompt in prompts], n, vars(params)])
 
 
+def lost_rollouts(step: int, version: int) -> UserError:
+    """The error for a step that is not in the ledger and whose weights are gone."""
+    return UserError(
+        f"step {step + 1} was to be sampled with the weights after {version} steps, which no "
+        "checkpoint has, and the ledger in the run's folder lacks its completions; start a new run",
+        code="lost_rollouts",
+        step=step + 1,
+    )
+
+
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
     with path.open("rb") as file:

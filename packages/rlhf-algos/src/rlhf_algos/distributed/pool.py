@@ -35,6 +35,10 @@ class Failure:
     code: str = ""
     fields: dict[str, Any] | None = None
 
+    def as_error(self) -> UserError:
+        """The error to raise in the trainer."""
+        return UserError(self.text, code=self.code, **(self.fields or {}))
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -119,6 +123,11 @@ class Pool:
                 self._ask(worker, self._method, self._arguments(worker.task), self._config.group_timeout)
         if not self.workers:
             raise no_workers_left(self._config, self.kind)
+
+    def drop_tasks(self) -> bool:
+        """Take back the tasks that wait; whether no worker is at another one, which cannot be taken back."""
+        self._queue.clear()
+        return all(worker.task is None for worker in self.workers.values())
 
     def replace(self, number: int) -> None:
         """Start a worker in the place of a lost one."""

@@ -92,6 +92,17 @@ class Scoring:
         """Whether it needs no worker any more."""
         return self.measured is not None or self.error is not None
 
+    def result(self) -> Measured:
+        """What the functions gave, once it is done.
+
+        Raises:
+            UserError: a function failed.
+        """
+        if self.measured is None:
+            assert self.error is not None
+            raise self.error.as_error()
+        return self.measured
+
 
 class RewardWorker:
     """Calls reward functions; nothing of it is worth keeping, so another one can take its place."""

@@ -103,8 +103,11 @@ class SharedController:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `Controller.load_state`."""
-        if self._controller:
-            self._controller.load_state(state)
+        self._first(lambda: self._controller.load_state(state))
+
+    def restart(self, step: int) -> None:
+        """See `Controller.restart`."""
+        self._first(lambda: self._controller.restart(step))
 
     def forget(self, step: int) -> None:
         """See `Controller.forget`."""

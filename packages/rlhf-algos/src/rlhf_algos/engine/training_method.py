@@ -73,6 +73,9 @@ class TrainingMethod(ABC, Generic[Example]):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `extra_state` returned."""
 
+    def after_rollback(self) -> None:
+        """Called after a rollback to an earlier checkpoint, when the seed is another one."""
+
     def save_weights(self, folder: Path) -> None:
         """Write the model, and the tokenizer if there is one, into a folder."""
         save_pretrained(self.model, self.tokenizer, folder)

@@ -28,6 +28,7 @@ from rlhf_algos.online.rollouts import (
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.online.step_engine import (
     SamplingTrainer,
+    StepEngine,
     computes_as_trainer,
     engine_for,
     engine_state,
@@ -264,6 +265,11 @@ class OnlineTrainer(SamplingTrainer):
         """Load what `extra_state` returned."""
         self.rewards.load_state(state["reward_functions"])
         load_engine_state(self.engine, state)
+
+    def after_rollback(self) -> None:
+        """Have an engine that samples ahead begin anew: what it sampled is of prompts in the old order."""
+        if isinstance(self.engine, StepEngine):
+            self.engine.restart(self.step)
 
     def close(self) -> None:
         """Let go of the engine."""

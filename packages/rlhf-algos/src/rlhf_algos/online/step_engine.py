@@ -62,7 +62,11 @@ class StepEngine(GenerationEngine, Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Load what `state` returned; drop the steps that have begun."""
+        ...
+
+    def restart(self, step: int) -> None:
+        """Drop the steps that have begun; sample this step and later ones with its weights or newer ones."""
         ...
 
 
@@ -265,6 +269,6 @@ def _prompts_of(trainer: SamplingTrainer, step: int) -> Sequence[PromptExample]:
     """The prompts of a step that is still to come."""
     config, size = trainer.config, trainer.global_batch_size
     epoch, at = divmod(step, trainer.steps_per_epoch)
-    order = order_of(trainer.examples, epoch, shuffle=config.shuffle, seed=config.seed)
+    order = order_of(trainer.examples, epoch, shuffle=config.shuffle, seed=trainer.seed)
     start = at * size
     return next(steps_of(trainer.examples, order, range(start, start + size, size), trainer.parallel))

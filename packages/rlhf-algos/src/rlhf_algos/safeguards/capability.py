@@ -126,6 +126,7 @@ class CapabilityGuard:
         trainer.scheduler.base_lrs = [rate * factor for rate in trainer.scheduler.base_lrs]
         trainer.trained.set_learning_rates()
         torch.manual_seed(trainer.seed + trainer.parallel.rank)
+        trainer.after_rollback()
         if trainer.parallel.is_main:
             trainer.run.drop_checkpoints_after(last["to"])
             trainer.run.truncate_logs(last["to"])
