@@ -79,6 +79,20 @@ def test_header_recipe_and_numbers(tmp_path):
     assert json.loads(settings) == CONFIG
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_has_the_settings_of_the_method_itself(tmp_path, method):
+    """Also of one that is added later."""
+    config = METHODS[method].resolve({}).to_dict()
+    write_model_card(tmp_path, method=method, config=config, results=RESULTS)
+    table = dict(re.findall(r"^\| (\w+) \| (.*) \|$", _card(tmp_path)[1], flags=re.MULTILINE))
+    own = METHODS[method].config
+    inherited = {name for base in own.__bases__ for name in base.model_fields}
+    shown = {name for name in own.model_fields if name not in inherited and config[name] is not None}
+    assert shown | {"learning_rate", "seed"} <= table.keys()
+    assert method != "simpo" or (table["cpo_alpha"], table["simpo_gamma"]) == ("0", "1")
+    assert method != "prm" or table["step_separator"] == "\\n"
+
+
 @pytest.mark.parametrize("base", [None, "/models/base", "./base", "models\\base", "outputs/sft/final"])
 def test_a_base_model_that_is_not_on_the_hub_is_not_linked(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -67,6 +67,7 @@ class Method:
         title: what a model card calls it; None is its name.
         paper: its arXiv number.
         trl: where TRL has a trainer for it, such as `trl.DPOTrainer`; None refuses `backend=trl`.
+        trl_arguments: what TRL's config is given besides the settings that it shares.
     """
 
     config: _Config = _Config()
@@ -81,6 +82,7 @@ class Method:
     title: str | None = None
     paper: str | None = None
     trl: str | None = None
+    trl_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def trainer_class(self) -> type[BaseTrainer[Any]]:
@@ -187,6 +189,7 @@ METHODS: dict[str, Method] = {
         title="simple preference optimization (SimPO)",
         paper="2405.14734",
         trl="trl.experimental.cpo.CPOTrainer",
+        trl_arguments={"loss_type": "simpo"},
     ),
     "orpo": Method(
         *("ORPOConfig", "ORPOTrainer", "preference"),

@@ -31,11 +31,10 @@ _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _RECIPE = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-    *("max_length", "beta", "loss_type", "simpo_gamma", "desirable_weight", "undesirable_weight"),
-    *("center_rewards_coefficient", "aggregate", "num_members", "ensemble", "use_peft", "lora_r"),
-    *("lora_alpha", "seed"),
+    *("max_length", "num_generations", "max_completion_length", "temperature"),
+    *("num_members", "ensemble", "use_peft", "lora_r", "lora_alpha", "seed"),
 )
-"""Settings in the table; all of them are listed below it."""
+"""Settings in the table, beside those that only the method has; all of them are listed below it."""
 _CUT = "..."
 """Stands for the beginning of a local path."""
 _OPTIONS = {
@@ -194,7 +193,7 @@ def write_model_card(
         f"## Use\n\n```python\n{kind.code('path/to/this/folder')}\n```",
         kind.note,
         _held_out(results),
-        _recipe(config, results),
+        _recipe(method, config, results),
         _command(method, config),
         _versions(results),
     ]
@@ -280,8 +279,9 @@ def _command(method: str, config: Mapping[str, Any]) -> str:
     return f"The same training again{paths}:\n\n```\n{command}\n```"
 
 
-def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    rows = {name: config[name] for name in _RECIPE if config.get(name) is not None}
+def _recipe(method: str, config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    shown = dict.fromkeys((*_RECIPE, *_own_settings(method)))
+    rows = {name: config[name] for name in shown if config.get(name) is not None}
     meaningless = ["max_steps" if rows.get("max_steps") == -1 else "num_train_epochs"]
     meaningless += [] if rows.get("use_peft") else ["lora_r", "lora_alpha"]
     meaningless += ["num_members", "ensemble"] if rows.get("num_members") == 1 else []
@@ -297,6 +297,15 @@ def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     return "\n".join(["## Recipe", "", "| setting | value |", "|---|---|", *table, "", *details])
 
 
+def _own_settings(method: str) -> list[str]:
+    """The settings that a method's config adds to the class that it extends."""
+    if method not in METHODS:
+        return []
+    config = METHODS[method].config
+    inherited = {name for base in config.__mro__[1:] for name in getattr(base, "model_fields", ())}
+    return [name for name in config.model_fields if name not in inherited]
+
+
 def _versions(results: Mapping[str, Any]) -> str:
     found = results.get("versions") or {}
     return (
@@ -308,5 +317,5 @@ def _versions(results: Mapping[str, Any]) -> str:
 
 def _number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
+        return "" if value is None else str(value).replace("\n", "\\n")
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
