@@ -28,7 +28,8 @@ def _loss(ratios: Any, advantages: Any, **settings: Any) -> tuple[Any, list[floa
     return result, gradient.tolist()
 
 
-def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
+def test_policy_ratio_golden():
+    # of a sequence the geometric mean over its tokens
     # 7: (2 · 4 · 1)^⅓ = 2;  3: (1 · 2.25)^½ = 1.5;  5: its only token's
     logps, old_logps, _ = _tensors([2.0, 1.0, 4.0, 2.25, 0.5, 1.0], [0.0] * 6)
     sequence = torch.tensor([7, 3, 7, 3, 5, 7])

@@ -1,4 +1,4 @@
-"""Golden values and properties of process rewards and of the calibration of pairs."""
+"""Golden values and properties of process rewards and of calibration."""
 
 from __future__ import annotations
 
@@ -123,6 +123,16 @@ def test_pair_calibration_golden():
     assert bins.tolist() == pytest.approx([0.0, confidence - 1, 0.5, 0.0, 1.0], abs=1e-5)
     expected = (1 - confidence + 0.5 + 1.0) / 5
     assert losses.calibration_error(bins, 5).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_label_calibration_golden():
+    # log 3 and -log 3 are P = 3/4 and 1/4; of the two texts called 3/4 one is true, the one called 1/4 is not
+    scores, labels = LOG3 * torch.tensor([1.0, 1.0, -1.0]), torch.tensor([1.0, 0.0, 0.0])
+    gaps = losses.label_calibration(scores, labels, num_bins=4)
+    # bins of a quarter: 1/4 falls in the second, both 3/4 in the fourth: (3/4 - 1) + (3/4 - 0)
+    assert gaps.tolist() == pytest.approx([0, 1 / 4, 0, 1 / 2], abs=1e-6)
+    assert float(losses.calibration_error(gaps, 3)) == pytest.approx(1 / 4)
+    assert losses.label_calibration(torch.tensor([50.0]), torch.tensor([1.0])).tolist() == [0.0] * 10
 
 
 def test_pair_calibration_adds_up_over_any_cut_and_has_no_gradient():
