@@ -98,7 +98,7 @@ class TrainingEvents:
         """
         self.finished = self.stopping.reached  # a checkpoint may be that of the last evaluation
         main = is_main_process()
-        self._stop = GracefulStop(*([] if main else [""])) if self._run else None
+        self._stop = (GracefulStop() if main else GracefulStop(notice="")) if self._run else None
         run = self._run if main else None
         report_to = self._tracking.report_to if run else ()
         first = {"name": self._name, "first_step": step + 1}

@@ -17,6 +17,8 @@ from rlhf_algos.losses import PreferenceLoss, chosen_nll
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 from rlhf_models import TokenLogps
 
+PairLike = PreferencePair | tuple[TokenSequence, TokenSequence] | tuple[TokenSequence, TokenSequence, float]
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -85,7 +87,21 @@ def pair_output(
     )
 
 
-class PairTrainer(LanguageModelTrainer[PreferencePair]):
+class PairExamples:
+    """The sequences of preference pairs, for a trainer; a plain tuple that begins with both will do too."""
+
+    shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
+
+    def sequences(self, example: PairLike) -> Sequence[TokenSequence]:
+        """Chosen, then rejected; the prompt they share is computed once."""
+        return example[:2]
+
+    def count(self, batch: PackedBatch) -> int:
+        """The pairs."""
+        return batch.num_sequences // 2
+
+
+class PairTrainer(PairExamples, LanguageModelTrainer[PreferencePair]):
     """A trainer on preference pairs without a reference: a loss of the pairs, and the chosen's likelihood.
 
     The likelihood term is the mean over all its tokens of the optimizer step, however it is cut.  Metrics:
@@ -93,7 +109,6 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     the term's tokens, in nats, whether or not it has a weight.
     """
 
-    shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     learns_prompt: ClassVar[bool] = False
     """Whether the likelihood term takes in the prompts of the chosen completions."""
 
@@ -112,11 +127,13 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     def pair_loss(self, sides: Sides) -> tuple[PreferenceLoss, dict[str, Tensor]]:
         """The loss of a batch's pairs, and the method's metrics: sums over the pairs."""
 
-    def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
+    def sequences(self, example: PairLike) -> Sequence[TokenSequence]:
         """Chosen, then rejected, then the prompt where it is learned; all share it and compute it once."""
-        pair = example[:2]
-        prompt = TokenSequence(pair[0].input_ids[: max(1, pair[0].score_from)], 1)
-        return (*pair, prompt) if self.learns_prompt else pair
+        pair = super().sequences(example)
+        if not self.learns_prompt:
+            return pair
+        chosen = pair[0]
+        return (*pair, TokenSequence(chosen.input_ids[: max(1, chosen.score_from)], 1))
 
     def count(self, batch: PackedBatch) -> int:
         """The pairs."""

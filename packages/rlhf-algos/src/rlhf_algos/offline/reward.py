@@ -12,13 +12,12 @@ from rlhf_algos.configs.offline import RewardConfig
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import bradley_terry, pair_calibration
 from rlhf_algos.offline.calibrated import CalibratedTrainer
-from rlhf_data import PackedBatch, TokenSequence
+from rlhf_algos.offline.pairs import PairExamples, PairLike
+from rlhf_data import PackedBatch
 from rlhf_data import PreferencePair as PreferencePair
 
-PairLike = PreferencePair | tuple[TokenSequence, TokenSequence] | tuple[TokenSequence, TokenSequence, float]
 
-
-class RewardTrainer(CalibratedTrainer[PairLike]):
+class RewardTrainer(PairExamples, CalibratedTrainer[PairLike]):
     """Trains a scalar model on preference pairs by the Bradley-Terry loss, the mean over the pairs of a step.
 
     Metrics: `accuracy` (pairs with the chosen reward above the rejected one), `margin` (mean of their
@@ -42,14 +41,6 @@ class RewardTrainer(CalibratedTrainer[PairLike]):
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     config: RewardConfig
-
-    def sequences(self, example: PairLike) -> Sequence[TokenSequence]:
-        """Chosen, then rejected; the prompt they share is computed once."""
-        return example[:2]
-
-    def count(self, batch: PackedBatch) -> int:
-        """The pairs."""
-        return batch.num_sequences // 2
 
     def loss(self, batch: PackedBatch, examples: Sequence[PairLike]) -> LossOutput:
         """Bradley-Terry loss with each pair's margin."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from rlhf_algos.losses import (
     token_weights,
 )
 from rlhf_algos.online.base import OnlineTrainer
-from rlhf_algos.online.importance_correction import sampling_correction, with_correction
+from rlhf_algos.online.importance_correction import (
+    SamplingCorrection,
+    sampling_correction,
+    with_correction,
+)
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
 from rlhf_data import PackedBatch
 
@@ -76,36 +81,29 @@ class GRPOTrainer(OnlineTrainer):
 
     def loss(self, batch: PackedBatch, examples: Sequence[Any]) -> LossOutput:
         """The surrogate's loss with its KL and entropy terms, and TRL's metrics."""
-        config, device = self.config, self.device
+        config = self.config
         scores = self.policy_scores(
             batch,
             temperature=config.temperature,
             with_entropy=config.entropy_coef > 0,
             with_stats=config.entropy_coef == 0,
         )
-        logps, entropy = scores.logps, scores.entropy
-        old_logps = flat("old_logps", examples, device) if self._knows_old_logps else logps.detach()
-        advantages = flat("advantages", examples, device)
-        weights = spread([each.weight for each in examples], examples, device)
+        logps, entropy = scores.logps, scores.entropy  # (M,) each, as all tensors below
+        old_logps = self._old_logps(logps, examples)
+        advantages = flat("advantages", examples, self.device)
+        weights = spread([each.weight for each in examples], examples, self.device)
+        correction = self._correction(old_logps, batch, examples)
         sequence = batch.score_sequence if config.importance_sampling_level == "sequence" else None
-        low, high = config.clip_bounds
-        settings = SurrogateSettings(
-            *(low, high, config.delta), config.sapo_temperature_pos, config.sapo_temperature_neg
-        )
-        corrected, correction = advantages, None
-        if self.corrects_sampling:
-            sampled = flat("sampling_logps", examples, device)
-            correction = sampling_correction(old_logps, sampled, batch.score_sequence, config)
-            corrected = advantages * correction.weights
         result = policy_loss(
-            *(logps, old_logps, corrected),
+            logps,
+            old_logps,
+            advantages if correction is None else advantages * correction.weights,
             surrogate=SURROGATES[config.loss_type],
-            settings=settings,
+            settings=self._surrogate_settings(),
             weights=weights,
             sequence=sequence,
         )
-        loss = result.loss
-        counted = weights > 0
+        loss, counted = result.loss, weights > 0
         means = {"entropy": mean_where(entropy.detach(), counted)}
         if config.beta:
             kl = self._kl(logps, old_logps, examples, sequence)
@@ -114,24 +112,15 @@ class GRPOTrainer(OnlineTrainer):
         if config.entropy_coef:
             # The mean over tokens, whatever the loss type divides by.
             loss = loss - config.entropy_coef * self.terms_per_token * entropy[counted].sum()
-        stats = ratio_statistics(
+        means["approx_kl"] = (result.approx_kl, weights.sum())
+        output = self._with_clip_ratios(
+            LossOutput(loss, means=means),
             logps[counted],
             old_logps[counted],
             advantages[counted],
             batch.score_sequence[counted],
-            clip_low=low,
-            clip_high=high,
-            delta=config.delta,
-            level=config.importance_sampling_level,
         )
-        means |= {
-            "approx_kl": (result.approx_kl, weights.sum()),
-            "clip_ratio/low_mean": (stats.low, stats.count),
-            "clip_ratio/high_mean": (stats.high, stats.count),
-            "clip_ratio/region_mean": (stats.region, stats.count),
-        }
-        lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
-        output = with_correction(LossOutput(loss, means=means, lows=lows, highs=highs), correction)
+        output = with_correction(output, correction)
         return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
     @property
@@ -141,6 +130,56 @@ class GRPOTrainer(OnlineTrainer):
         To compute them beforehand would take another forward pass with the same weights.
         """
         return self.engine_is_exact or self.config.passes * self.config.mini_batches > 1
+
+    def _old_logps(self, logps: Tensor, examples: Sequence[Any]) -> Tensor:
+        """Log-probs (M,) that the ratio is taken to: those of sampling, or the update's own."""
+        return flat("old_logps", examples, self.device) if self._knows_old_logps else logps.detach()
+
+    def _correction(
+        self, old_logps: Tensor, batch: PackedBatch, examples: Sequence[Any]
+    ) -> SamplingCorrection | None:
+        """What undoes that another engine sampled, by its own log-probs; None where it agrees."""
+        if not self.corrects_sampling:
+            return None
+        sampled = flat("sampling_logps", examples, self.device)
+        return sampling_correction(old_logps, sampled, batch.score_sequence, self.config)
+
+    def _surrogate_settings(self) -> SurrogateSettings:
+        low, high = self.config.clip_bounds
+        return SurrogateSettings(
+            clip_low=low,
+            clip_high=high,
+            delta=self.config.delta,
+            temperature_pos=self.config.sapo_temperature_pos,
+            temperature_neg=self.config.sapo_temperature_neg,
+        )
+
+    def _with_clip_ratios(
+        self, output: LossOutput, logps: Tensor, old_logps: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> LossOutput:
+        """The output with the shares of tokens (those given), or of sequences, whose ratio is clipped."""
+        low, high = self.config.clip_bounds
+        stats = ratio_statistics(
+            logps,
+            old_logps,
+            advantages,
+            sequence,
+            clip_low=low,
+            clip_high=high,
+            delta=self.config.delta,
+            level=self.config.importance_sampling_level,
+        )
+        means = {
+            "clip_ratio/low_mean": (stats.low, stats.count),
+            "clip_ratio/high_mean": (stats.high, stats.count),
+            "clip_ratio/region_mean": (stats.region, stats.count),
+        }
+        return replace(
+            output,
+            means={**output.means, **means},
+            lows={"clip_ratio/low_min": stats.low_min},
+            highs={"clip_ratio/high_max": stats.high_max},
+        )
 
     def _kl(
         self, logps: Tensor, old_logps: Tensor, examples: Sequence[Any], sequence: Tensor | None
