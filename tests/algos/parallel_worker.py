@@ -111,7 +111,7 @@ def main(mode: str, folder: Path, resume: bool) -> None:
             time.sleep(0.05)
         trainer = method.trainer_class(
             model(),
-            method.config.from_dict(settings | own),
+            method.config_class.from_dict(settings | own),
             examples[kind](ROWS, 0),
             eval_examples=examples[kind](5, 1),
             run=RunFolder(folder / name),

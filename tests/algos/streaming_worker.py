@@ -42,7 +42,7 @@ def main(data: str, folder: Path, steps: int, resume: bool) -> None:
         }
         trainer: Any = method.trainer_class(
             tiny_model("llama", vocab_size=len(tokenizer), seed=0),
-            method.config.from_dict(settings),
+            method.config_class.from_dict(settings),
             examples,
             run=RunFolder(folder / name),
         )

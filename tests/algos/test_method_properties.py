@@ -85,7 +85,7 @@ def _trainer(
     made, (model, own) = METHODS[method.partition("-")[0]], CASES[method]
     kind = KINDS[made.records]
     values = {"learning_rate": 3e-3, "per_device_train_batch_size": 4, "max_steps": 2, "seed": 5}
-    settings = made.config.from_dict(values | own | (config or {}))
+    settings = made.config_class.from_dict(values | own | (config or {}))
     rows, held_out = examples(kind, count=10), examples(kind, count=3, seed=1)
     return made.trainer_class(MODELS[model](dropout), settings, rows, eval_examples=held_out, **options)
 

@@ -35,7 +35,7 @@ def experts() -> Any:
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_loss_and_a_metric_have_it(name: str, examples: Any, history: Any) -> None:
     method = METHODS[name]
-    config, kind = method.config, KINDS[method.records]
+    config, kind = method.config_class, KINDS[method.records]
 
     def rows(coefficient: float | None, **settings: Any) -> list[dict[str, float]]:
         settings |= {"router_aux_loss_coef": coefficient, "shuffle": False, "max_steps": 2}

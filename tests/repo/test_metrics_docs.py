@@ -189,7 +189,7 @@ def trainers(language_model: Any, tokenizer: Any) -> dict[str, Any]:
     judge = JudgeModel.from_backbone(language_model, tokenizer, seed=0)
     models = {"policy": language_model, "reward": scalar, "judge": judge, "prm": process}
     made = {
-        name: (method.trainer_class, models[method.model], method.config, rows[method.records])
+        name: (method.trainer_class, models[method.model], method.config_class, rows[method.records])
         for name, method in METHODS.items()
         if not method.online
     }
@@ -236,7 +236,7 @@ def test_the_settings_of_safeguards_are_listed() -> None:
 def test_every_method_page_lists_the_methods_keys() -> None:
     shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"} - {"loss"}
     for name in OFFLINE_METHODS:
-        config = METHODS[name].config
+        config = METHODS[name].config_class
         sections = [name, "ensemble"] if name == "reward" else [name]
         alone = ("eval_calibration", "eval_ref_kl")
         expected = set().union(*(expected_keys(section) for section in sections)) - shared
@@ -263,7 +263,7 @@ def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
     trainer: Any = METHODS[name].trainer_class
     return trainer(
         language_model,
-        METHODS[name].config.from_dict(chosen),
+        METHODS[name].config_class.from_dict(chosen),
         prompts,
         eval_examples=prompts * 2,
         rewards=rewards,
@@ -293,7 +293,7 @@ def test_every_online_page_lists_the_methods_keys(name: str) -> None:
     assert {row[0] for row in documented("Metrics", page)} == {
         row[0] for row in documented(ONLINE) if row[1] == name
     }
-    config, plain = METHODS[name].config(), TrainerConfig().to_dict()
+    config, plain = METHODS[name].config_class(), TrainerConfig().to_dict()
     elsewhere = {*SamplingConfig.model_fields, *VLLMConfig.model_fields, *CapabilityConfig.model_fields}
     own = {
         key: value

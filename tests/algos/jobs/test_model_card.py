@@ -85,7 +85,7 @@ def test_the_table_has_the_settings_of_the_method_itself(tmp_path, method):
     config = METHODS[method].resolve({}).to_dict()
     write_model_card(tmp_path, method=method, config=config, results=RESULTS)
     table = dict(re.findall(r"^\| (\w+) \| (.*) \|$", _card(tmp_path)[1], flags=re.MULTILINE))
-    own = METHODS[method].config
+    own = METHODS[method].config_class
     inherited = {name for base in own.__bases__ for name in base.model_fields}
     shown = {name for name in own.model_fields if name not in inherited and config[name] is not None}
     assert shown | {"learning_rate", "seed"} <= table.keys()

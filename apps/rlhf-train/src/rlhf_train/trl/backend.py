@@ -244,7 +244,7 @@ class TRLJob(Job):
     def _arguments(self, config_class: Any, model: Any, rows: Rows) -> dict[str, Any]:
         """TRL's arguments for the job's settings."""
         config = self.config
-        own = self.method.config.model_fields.keys() - TrainerConfig.model_fields.keys() - _CONVERTED
+        own = self.method.config_class.model_fields.keys() - TrainerConfig.model_fields.keys() - _CONVERTED
         known = own & {field.name for field in dataclasses.fields(config_class)}
         precision, _ = choose_precision(config, job_device(), next(model.parameters()).dtype)
         arguments = {key: getattr(config, key) for key in (*_SAME_NAME, *sorted(known))}

@@ -93,7 +93,6 @@ class BaseTrainer(TrainingMethod[Example]):
             self.checkpoints,
             best_metric=self.best_metric_name,
             name=type(self).__name__.removesuffix("Trainer").lower(),
-            settings=config,
         )
         self.observers: Observers | None = None
         self.rows: Sequence[int] = ()
@@ -368,10 +367,11 @@ class BaseTrainer(TrainingMethod[Example]):
             yield stack.enter_context(events)
 
     def _update(self, share: Share, *, observe: bool = True) -> tuple[dict[str, float], bool]:
-        extra: Any = {"observers": self.observers if observe else None, "held": self.consolidation}
-        step = self.step + 1
+        step, watch = self.step + 1, self.observers if observe else None
         check = partial(check_finite, self.trained, step, self.rows, self.checkpoints)
-        return optimizer_step(self.trained, share, self.loss, step=step, check=check, **extra)
+        return optimizer_step(
+            self.trained, share, self.loss, step=step, check=check, observers=watch, held=self.consolidation
+        )
 
     @property
     def _manager(self) -> CheckpointManager:

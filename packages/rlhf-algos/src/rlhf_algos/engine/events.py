@@ -48,7 +48,7 @@ class TrainingEvents:
         checkpoints: the run folder's checkpoints; None without a run folder.
         best_metric: full name of the metric that evaluations are compared by.
         name: the job's name, for trackers.
-        settings: all of the job, for trackers.
+        settings: all of the job, for trackers; None: `selection`.
 
     Attributes:
         stopping: counts evaluations without an improvement; part of a checkpoint's state.
@@ -64,11 +64,11 @@ class TrainingEvents:
         *,
         best_metric: str,
         name: str,
-        settings: BaseConfig,
+        settings: BaseConfig | None = None,
     ) -> None:
         self._selection, self._tracking = selection, tracking
         self._run, self._checkpoints = run, checkpoints
-        self._name, self._settings = name, settings
+        self._name, self._settings = name, settings or selection
         self.stopping = EarlyStopping(
             best_metric,
             selection.early_stopping_patience,

@@ -42,7 +42,10 @@ Example = TypeVar("Example")
 
 
 class LogpsModule(ShardUnit, nn.Module):
-    """Scores packed batches with a causal LM; everything a method asks of the model goes through `forward`.
+    """Scores packed batches with a causal LM.
+
+    Log-probs, the reference's and whole distributions are one `forward` with flags: FSDP gathers weights and
+    DDP hooks gradients only around the `forward` of the module that they wrap.
 
     Args:
         lm: a transformers causal LM, or a PeftModel around one.

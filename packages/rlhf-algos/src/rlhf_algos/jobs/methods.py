@@ -36,27 +36,14 @@ _TINY: Mapping[str, Any] = {
 }
 
 
-class _Config:
-    """A class, or its name in `rlhf_algos`, which is imported when it is read (it loads pydantic)."""
-
-    def __get__(self, method: Method | None, owner: type[Method]) -> type[TrainerConfig]:
-        if method is None:
-            raise AttributeError("a method's config has no default")
-        given = vars(method)["_config"]
-        return _exported(given) if isinstance(given, str) else given
-
-    def __set__(self, method: Method, given: type[TrainerConfig] | str) -> None:
-        vars(method)["_config"] = given
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to train: its settings, its trainer, the rows it reads and the model it trains.
 
     Args:
-        config: the class of its settings, or its name in `rlhf_algos`.
-        trainer: a subclass of `BaseTrainer`, or its name in `rlhf_algos`, which is imported when it is needed
-            (it loads torch).
+        config: the class of its settings, or its name in `rlhf_algos`, which is imported when it is needed
+            (it loads pydantic).
+        trainer: a subclass of `BaseTrainer`, or its name, as of `config` (it loads torch).
         records: name of the record kind that rows become, see `rlhf_data.load_records`.
         model: what is trained: a language model, or one with a scalar head that scores texts or steps.
         overlong: whether rows of more than `max_length` tokens are cut or left out.
@@ -70,10 +57,9 @@ class Method:
         trl_arguments: what TRL's config is given besides the settings that it shares.
     """
 
-    config: _Config = _Config()
-    # Pyright takes the descriptor above for a default, which fields without one may not follow.
-    trainer: type[BaseTrainer[Any]] | str  # pyright: ignore[reportGeneralTypeIssues]
-    records: str  # pyright: ignore[reportGeneralTypeIssues]
+    config: type[TrainerConfig] | str
+    trainer: type[BaseTrainer[Any]] | str
+    records: str
     model: ModelKind = "policy"
     overlong: Literal["truncate", "drop"] = "truncate"
     tiny: Mapping[str, Any] = field(default_factory=lambda: _TINY)
@@ -83,6 +69,11 @@ class Method:
     paper: str | None = None
     trl: str | None = None
     trl_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config_class(self) -> type[TrainerConfig]:
+        """The class of its settings."""
+        return _exported(self.config) if isinstance(self.config, str) else self.config
 
     @property
     def trainer_class(self) -> type[BaseTrainer[Any]]:
@@ -99,7 +90,7 @@ class Method:
         """The class of a whole job's settings: the method's, the model's, the data's."""
         from rlhf_algos.jobs.config import job_config
 
-        return job_config(self.config, self.model)
+        return job_config(self.config_class, self.model)
 
     def resolve(self, values: Mapping[str, Any], *, where: str | SettingsSource = "config") -> JobConfig:
         """The settings of a job.

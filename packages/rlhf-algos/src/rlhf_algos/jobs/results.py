@@ -301,7 +301,7 @@ def _own_settings(method: str) -> list[str]:
     """The settings that a method's config adds to the class that it extends."""
     if method not in METHODS:
         return []
-    config = METHODS[method].config
+    config = METHODS[method].config_class
     inherited = {name for base in config.__mro__[1:] for name in getattr(base, "model_fields", ())}
     return [name for name in config.model_fields if name not in inherited]
 

@@ -42,6 +42,10 @@ class CapabilityGuard:
     position) and continues with another row order, other samples and half the learning rate.  After
     `max_rollbacks` rollbacks the next regression ends the training.
 
+    Args:
+        trainer: a `BaseTrainer`; untyped, because the engine is a layer above the safeguards.
+        config: its settings.
+
     Attributes:
         rollbacks: how many have been done.
         lost: whether the last measurement found a loss.
