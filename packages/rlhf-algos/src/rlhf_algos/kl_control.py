@@ -96,7 +96,7 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take up the coefficient that `state` gave."""
+        """Restore the coefficient that `state` returned."""
         self.value = state["value"]
 
 

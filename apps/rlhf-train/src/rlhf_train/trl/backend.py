@@ -266,7 +266,7 @@ class TRLJob(Job):
             arguments["lr_scheduler_type"] = "constant_with_warmup"
         if isinstance(config, DPOConfig):
             arguments["loss_type"] = [config.loss_type]
-        return arguments | self.method.trl_arguments
+        return {**arguments, **self.method.trl_arguments}
 
     def _save(self, trainer: Any, tokenizer: Any) -> None:
         if trainer.is_world_process_zero():

@@ -112,7 +112,7 @@ class CheckpointManager:
         barrier()
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, None when there are none; damaged ones are passed over with a warning.
+        """The newest complete checkpoint, or None; damaged ones are skipped with a warning.
 
         Raises:
             UserError: there are checkpoints, and each of them is damaged.
@@ -128,7 +128,7 @@ class CheckpointManager:
 
     @staticmethod
     def read_state(folder: str | Path) -> dict[str, Any]:
-        """What `writing` was given as state, with `step` and what it added.
+        """Read the state that `writing` was given, with `step` and what it added.
 
         Raises:
             UserError: the folder is not a complete checkpoint.
@@ -147,7 +147,7 @@ class CheckpointManager:
             ) from error
 
     def _log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """What a new checkpoint's state says about this and the best one."""
+        """Entries of a new checkpoint's state about itself and the best one."""
         log: dict[str, Any] = {"log_history": [{"step": step, **metrics}]} if metrics else {}
         scores = [score for score in self._scores() if score[1] < step]
         best = self._best([*scores, *self._score(step, metrics)])

@@ -27,8 +27,8 @@ def save_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
     """Write an optimizer's state to one safetensors file: tensors as such, the rest as JSON in its header.
 
     Args:
-        optimizer: any optimizer whose state holds tensors and JSON values, nested in dicts at will; those of
-            torch and of bitsandbytes (8-bit moments stay as they are) are such.
+        optimizer: one whose state is nested dicts of tensors and JSON values, as in torch and bitsandbytes
+            (8-bit moments stay 8-bit).
         path: the file, for instance `checkpoint-10/optimizer.safetensors`.
     """
     state = optimizer.state_dict()
@@ -63,14 +63,14 @@ def load_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
     ] and all(_moments_fit(entries, parameters[index]) for index, entries in state.items())
     if not matching:
         raise UserError(
-            f"{path} belongs to an optimizer over other parameters; resume with the same model",
+            f"{path} belongs to an optimizer of other parameters; resume with the same model",
             code="other_parameters",
         )
     quantised = any(_QUANTISED in entries for entries in state.values())
     if state and quantised != hasattr(optimizer, "non_castable_tensor_keys"):
         kinds = ["adamw_torch", "adamw_bnb_8bit"]
         raise UserError(
-            f"{path} belongs to an optimizer of another kind; resume with optim={kinds[quantised]}",
+            f"{path} belongs to a different optimizer; resume with optim={kinds[quantised]}",
             code="other_optimizer",
         )
     optimizer.load_state_dict({"state": state, "param_groups": header["param_groups"]})

@@ -28,7 +28,7 @@ _ROOM = "rlhf-workers"
 _EXPIRES = 180.0
 """Seconds after which room counts as free that nobody says is taken."""
 Kind = Literal["rollout", "reward"]
-"""What workers do: sample completions, or score them."""
+"""Kind of a worker: it samples completions, or scores them."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anyone
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` makes Ray ship the working folder to every worker
@@ -143,7 +143,7 @@ class Connection(ABC):
 
     @abstractmethod
     def bundles(self) -> list[dict[str, float]]:
-        """What each process reserves."""
+        """Resources of each process."""
 
     def needed(self) -> list[dict[str, float]]:
         """Those of `bundles` without which nothing begins."""
@@ -236,7 +236,7 @@ class Cluster(Connection):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each worker reserves: those that sample, then those that score."""
+        """Resources of each worker: those that sample, then those that score."""
         return _bundles(self.config)
 
     def asked(self) -> tuple[str, str]:
@@ -263,7 +263,7 @@ def _bundles(config: DistributedConfig) -> list[dict[str, float]]:
 
 
 def _bundle(config: DistributedConfig, kind: Kind) -> dict[str, float]:
-    """What a worker reserves."""
+    """Resources of a worker."""
     reserved = {"CPU": float(config.cpus_per_worker), "GPU": _gpus(config, kind)}
     return {name: count for name, count in reserved.items() if count}
 
@@ -276,13 +276,13 @@ class TrainerCluster(Connection):
     """A connection with room for training processes, which Ray Train takes after `release`."""
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each training process reserves, and each of their workers."""
+        """Resources of each training process, and of each of their workers."""
         settings = self.settings
         workers = _bundles(settings) if isinstance(settings, DistributedConfig) else []
         return [self.resources()] * settings.trainer_workers + workers
 
     def needed(self) -> list[dict[str, float]]:
-        """What training processes need to begin; their workers' room is another one."""
+        """Resources that training processes need to start; those of their workers are separate."""
         settings = self.settings
         return [self.resources()] * (settings.min_trainer_workers or settings.trainer_workers)
 
@@ -292,7 +292,7 @@ class TrainerCluster(Connection):
         return f"{len(self.needed())} training processes of {self.resources()} each", key
 
     def resources(self) -> dict[str, float]:
-        """What a training process reserves."""
+        """Resources of a training process."""
         reserved = {
             "CPU": float(self.settings.cpus_per_trainer),
             "GPU": float(self.settings.gpus_per_trainer),

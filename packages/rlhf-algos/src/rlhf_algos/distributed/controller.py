@@ -119,7 +119,7 @@ class Controller:
         return self._facts
 
     def measure(self, batches: Sequence[Samples]) -> list[Measured]:
-        """What the reward functions give for batches, at once; see `RewardFunctions.measure`."""
+        """Score batches with the reward functions, at once; see `RewardFunctions.measure`."""
         assert self._rewards is not None
         tasks = [self._rewards.scoring(_NOW, number, samples) for number, samples in enumerate(batches)]
         with self._lock:
@@ -134,7 +134,7 @@ class Controller:
         self._versions[version] = self._publish([""])
 
     def update_weights(self, model: Any) -> None:
-        """Take up the weights of the trainer's model, as of no step."""
+        """Load the weights of the trainer's model, as of no step."""
         self.publish(model, _NOW)
 
     def generate(
@@ -223,7 +223,7 @@ class Controller:
                 self._ledger.sync()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: which weights the steps that have begun were sampled with."""
+        """State for checkpoints: which weights the steps that have begun were sampled with."""
         versions = {str(version): digest for version, digest in self._versions.items()}
         return {"versions": versions, "first": self._first}
 

@@ -23,7 +23,7 @@ _CHECKSUM = 9
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What a group's completions depend on; two groups of equal keys are equal to the bit.
+    """Identifies a group by all that its completions depend on; groups of equal keys are equal to the bit.
 
     Args:
         step: the trainer's step that they are for.
@@ -85,12 +85,12 @@ class Ledger:
         self._append(key, rows)
 
     def find_rewards(self, key: GroupKey) -> Measured | None:
-        """What reward functions gave for a group; None if it is not scored."""
+        """Rewards of a group; None if it is not scored."""
         found = self._find(key)
         return found and Measured(*found)
 
     def append_rewards(self, key: GroupKey, measured: Measured) -> None:
-        """Add what reward functions gave for a group."""
+        """Add the rewards of a group."""
         self._append(key, (measured.rows, measured.metrics))
 
     def _find(self, key: GroupKey) -> Any:

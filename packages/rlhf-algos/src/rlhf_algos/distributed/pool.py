@@ -103,7 +103,7 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Whether a worker does something, or a task waits."""
+        """Whether a worker is running something, or a task is queued."""
         return bool(self._queue) or any(worker.doing is not None for worker in self.workers.values())
 
     @property
@@ -112,11 +112,11 @@ class Pool:
         return sum(worker.ready for worker in self.workers.values())
 
     def add(self, task: Any) -> None:
-        """Let a task wait for a worker; tasks are handed out in their order."""
+        """Queue a task; tasks are handed out in their order."""
         heapq.heappush(self._queue, task)
 
     def hand_out(self) -> None:
-        """Give idle workers the tasks that wait."""
+        """Hand queued tasks to idle workers."""
         for worker in self.workers.values():
             if self._queue and worker.ready and worker.doing is None:
                 worker.task = heapq.heappop(self._queue)
@@ -125,7 +125,7 @@ class Pool:
             raise no_workers_left(self._config, self.kind)
 
     def drop_tasks(self) -> bool:
-        """Take back the tasks that wait; whether no worker is at another one, which cannot be taken back."""
+        """Clear the queue; returns whether no worker is still running a task, which cannot be cancelled."""
         self._queue.clear()
         return all(worker.task is None for worker in self.workers.values())
 
@@ -163,7 +163,7 @@ class Pool:
 
 
 def answers(pools: Sequence[Pool], patience: float) -> list[tuple[Pool, Worker, Any]]:
-    """What workers have answered, after waiting for it: a result, a `Failure`, or that one is `Lost`.
+    """Wait for workers and return their answers: a result, a `Failure`, or `Lost`.
 
     What a worker does is over then; a lost one is out of its pool.
 
@@ -195,7 +195,7 @@ def answers(pools: Sequence[Pool], patience: float) -> list[tuple[Pool, Worker, 
 
 
 class WorkerLosses:
-    """What follows when a worker is lost, or fails at a task; counts losses against the budget of a step.
+    """Handles lost workers and failed tasks; counts losses against the budget of a step.
 
     Attributes:
         lost: losses within the present step.
@@ -289,7 +289,7 @@ def _hung(worker: Worker, pool: Pool) -> Lost:
 
 
 def _outcome(reference: Any) -> Any:
-    """What an actor returned; that it is lost, where Ray says so."""
+    """The result of an actor's call, or `Lost` where Ray says so."""
     import ray
     from ray import exceptions
 

@@ -43,7 +43,7 @@ class RewardSetup:
         columns: Sequence[str],
         groups: Sequence[Sequence[Rollout]],
     ) -> Samples:
-        """What is scored of a step's completions: a group for each prompt, and the columns to be seen."""
+        """Inputs of the reward functions: a group for each prompt, and the columns they may see."""
         return samples_of(completions_of(prompts, groups, self.tokenizer), step, columns)
 
     def scoring(self, step: int, number: int, samples: Samples) -> Scoring:
@@ -54,7 +54,7 @@ class RewardSetup:
 
 @dataclass(frozen=True)
 class RewardFacts:
-    """What a trainer must know of reward functions that it does not have: see `RewardFunctions`.
+    """Facts about reward functions that the trainer itself does not load, see `RewardFunctions`.
 
     `files` is what the worker that loaded them has read.
     """
@@ -89,11 +89,11 @@ class Scoring:
 
     @property
     def done(self) -> bool:
-        """Whether it needs no worker any more."""
+        """Whether it is scored, or failed for good."""
         return self.measured is not None or self.error is not None
 
     def result(self) -> Measured:
-        """What the functions gave, once it is done.
+        """The rewards, once it is done.
 
         Raises:
             UserError: a function failed.
@@ -139,7 +139,7 @@ class RewardWorker:
         return os.getpid(), RewardFacts(functions.names, functions.weights, functions.may_leave_out, files)
 
     def score(self, samples: Samples) -> Measured | Failure:
-        """What the functions give for a batch."""
+        """Score a batch."""
         assert self._functions is not None
         try:
             [measured] = self._functions.measure([samples])
@@ -151,14 +151,14 @@ class RewardWorker:
 
 
 class RewardPool(Protocol):
-    """What reward workers do for a trainer; the controller is one."""
+    """Interface of reward workers to a trainer; the controller implements it."""
 
     def load_rewards(self, setup: RewardSetup) -> RewardFacts:
         """Let workers load the functions; what a trainer must know of them."""
         ...
 
     def measure(self, batches: Sequence[Samples]) -> list[Measured]:
-        """What the functions give for batches."""
+        """Score batches."""
         ...
 
 

@@ -120,7 +120,7 @@ class SharedController:
             self._controller.close()
 
     def _first(self, function: Callable[[], T]) -> T:
-        """What a function returns in the first process; a user's mistake there is raised in all."""
+        """Run a function in the first process; its result is returned, a `UserError` raised, in all."""
         import torch.distributed as dist
 
         told: list[Any] = [None, None]
@@ -146,7 +146,7 @@ class SharedController:
 
 
 def shares(measured: Sequence[Measured], prompts: int, processes: int) -> list[list[Measured]]:
-    """What reward functions gave for a step, dealt out as its prompts are, a part for each prompt.
+    """Split the rewards of a step over processes as its prompts are, a part for each prompt.
 
     What they logged is the first process's, which writes the metrics.
 

@@ -37,7 +37,7 @@ class Ended:
 
     @classmethod
     def of(cls, error: UserError | KeyboardInterrupt) -> Self:
-        """What ended the work."""
+        """The error that ended the work."""
         if isinstance(error, UserError):
             return cls(str(error), error.code, error.fields)
         return cls(exit_code=getattr(error, "exit_code", 130))

@@ -83,7 +83,7 @@ class WorkerRole:
 
 @dataclass(frozen=True)
 class Request:
-    """What a worker is asked for: the arguments of `GenerationEngine.generate`, the weights, and as whom."""
+    """A request to a worker: arguments of `GenerationEngine.generate`, weights and role."""
 
     prompts: list[list[int]]
     n: int
@@ -232,7 +232,7 @@ def _bytes_of(values: Tensor) -> Any:
 
 
 def digest_of(arrays: Arrays) -> str:
-    """What weights are known by: equal for equal bits."""
+    """Digest that identifies weights: equal for equal bits."""
     digest = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         digest.update(f"{name} {array.size} ".encode())

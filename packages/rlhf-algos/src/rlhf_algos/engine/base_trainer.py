@@ -135,7 +135,7 @@ class BaseTrainer(TrainingMethod[Example]):
 
     @property
     def seed(self) -> int:
-        """Of the data order, dropout and sampling from here on; another one after a rollback."""
+        """Seed of data order, dropout and sampling; changes after a rollback."""
         return self.config.seed + (self.guard.seed_shift if self.guard else 0)
 
     @property
@@ -166,7 +166,7 @@ class BaseTrainer(TrainingMethod[Example]):
         return self.trained(batch, **options)
 
     def prepare(self) -> None:
-        """Move, shard and wrap the model as the settings say; the first use of the trainer does it."""
+        """Move, shard and wrap the model as the settings say; called on first use."""
         self.trained.prepare()
 
     def train(self) -> dict[str, float]:
@@ -180,7 +180,7 @@ class BaseTrainer(TrainingMethod[Example]):
             TrainingStopped: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
         """
         metrics: dict[str, float] = {}
-        with self._followed() as events:
+        with self._training_loop() as events:
             while self.step < self.total_steps and not events.finished:
                 metrics = self.train_epoch(events)
             events.after_last_step(self.load_weights)
@@ -193,7 +193,7 @@ class BaseTrainer(TrainingMethod[Example]):
             events: what follows the steps; None logs and saves as `train` does.
         """
         if events is None:
-            with self._followed() as events:
+            with self._training_loop() as events:
                 return self.train_epoch(events)
         epoch, done = divmod(self.step, self.steps_per_epoch)
         order = step_examples.order_of(self.examples, epoch, shuffle=self.config.shuffle, seed=self.seed)
@@ -306,7 +306,7 @@ class BaseTrainer(TrainingMethod[Example]):
             self.trained.save(folder)
 
     def resume(self) -> bool:
-        """Take up the newest whole checkpoint of the run folder and drop metrics written after it.
+        """Resume from the newest complete checkpoint of the run folder; drop metrics written after it.
 
         Returns:
             Whether there was one; without one training starts at the beginning.
@@ -326,7 +326,7 @@ class BaseTrainer(TrainingMethod[Example]):
         return latest is not None
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Put model, optimizer, schedule, random state and data position where the checkpoint has them.
+        """Restore model, optimizer, schedule, random state and data position from a checkpoint.
 
         Raises:
             UserError: the checkpoint is damaged or was made with other data or another model.
@@ -349,8 +349,8 @@ class BaseTrainer(TrainingMethod[Example]):
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
     @contextlib.contextmanager
-    def _followed(self) -> Iterator[TrainingEvents]:
-        """Context of the remaining steps: seed, observers and `TrainingEvents`."""
+    def _training_loop(self) -> Iterator[TrainingEvents]:
+        """Set up seed, observers and events for the remaining steps."""
         if self.step == 0:
             torch.manual_seed(self.seed + self.parallel.rank)
         self.prepare()

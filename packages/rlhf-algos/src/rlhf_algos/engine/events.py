@@ -36,7 +36,7 @@ class TrainingStopped(KeyboardInterrupt):
 
 
 class TrainingEvents:
-    """What any training loop does around its steps; a context manager from `start` to the last step.
+    """Everything a training loop does around its steps; a context manager from `start` to the last step.
 
     With a run folder SIGTERM, SIGINT and SIGHUP are answered with a checkpoint and `TrainingStopped` after
     the step; without one they end the process at once, as usual.
@@ -126,7 +126,7 @@ class TrainingEvents:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Undo both, also after an error."""
+        """Stop both, also after an error."""
         self._stack.__exit__(kind, error, trace)
 
     def after_step(
@@ -178,7 +178,7 @@ class TrainingEvents:
             _LOG.info("the weights are those of %s, the best by %s", best.name, self.stopping.metric)
 
     def _take_evaluation(self, metrics: Mapping[str, Any]) -> bool:
-        """Take in an evaluation, if there was one; whether there was."""
+        """Process an evaluation, if there was one; returns whether there was."""
         if not any(is_evaluation(name) for name in metrics):
             return False
         name = self.stopping.metric

@@ -1,4 +1,4 @@
-"""The language model in training, and the reference it is compared with: a packed batch in, log-probs out."""
+"""Trainers of language models, with or without a reference: a packed batch in, log-probs out."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class LogpsModule(ShardUnit, nn.Module):
 class LanguageModelTrainer(BaseTrainer[Example]):
     """A trainer of a causal LM or a PeftModel around one: `self.forward(batch, ...)` gives `TokenLogps`.
 
-    `router_aux_loss_coef`, if the config has it, weighs the routers' loss of a model with experts.
+    `router_aux_loss_coef`, if the config has it, weights the router's load-balancing loss.
     """
 
     config: PolicyConfig
@@ -146,7 +146,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
     def balanced(self, output: LossOutput, scores: TokenLogps, terms: int) -> LossOutput:
         """The loss with the routers' load-balancing loss, and the metric `aux_loss`, if there are experts.
 
-        Of several micro-batches' losses the mean is taken, each weighed by its share of the step's terms.
+        Of several micro-batches' losses the mean is taken, each weighted by its share of the step's terms.
 
         `terms` is the number of terms that the loss of the output sums over.
         """
@@ -206,7 +206,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
     @torch.no_grad()
     def _measured_from_here(self) -> StartDistance | None:
-        """What measures the KL to the model as it is now, before it is wrapped or resumed.
+        """A measurement of the KL to the model as it is now, before it is wrapped or resumed.
 
         Each process measures its share of the rows.
         """
@@ -231,7 +231,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
             )
 
     def _together(self, function: Callable[[Score], Returned], score: Score) -> Returned:
-        """What a function returns that scores batches, of which each process may have another number."""
+        """Run `function` in lockstep; processes may have different numbers of batches."""
         if not self.parallel.shards_weights:
             return function(score)
         lockstep = Lockstep(self.parallel)

@@ -1,4 +1,4 @@
-"""What a micro-batch returns, and how micro-batches and processes add up to a step's metrics."""
+"""Loss and metrics of a micro-batch, and their reduction over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LossOutput:
     """Metrics reported as the maximum over micro-batches; -inf if there is nothing."""
 
     def parts(self, real: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """What adds up, and what is maximised (minima negated); neutral values where not `real`."""
+        """Values to sum and values to maximise (minima negated); neutral values where not `real`."""
         added = [self.loss, *self.sums.values(), *(x for pair in self.means.values() for x in pair)]
         highest = [*(-low for low in self.lows.values()), *self.highs.values()]
         if real:

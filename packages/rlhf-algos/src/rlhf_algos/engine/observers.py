@@ -1,4 +1,4 @@
-"""The debug switches of a training: which of them are on, and when they look."""
+"""Debug observers of training: which are on, and at which steps they record."""
 
 from __future__ import annotations
 

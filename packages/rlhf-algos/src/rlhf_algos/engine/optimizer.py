@@ -125,7 +125,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "paged_adamw_8bit": partial(_of_bitsandbytes, "PagedAdamW8bit"),
     "paged_adamw_32bit": partial(_of_bitsandbytes, "PagedAdamW32bit"),
 }
-"""What `optim` may name; the names are those of transformers."""
+"""Values of `optim`, with the names of transformers."""
 MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 2, "paged_adamw_32bit": 8}
 """Both moments of a parameter; paged ones may leave a GPU, and are counted as if they did not."""
 

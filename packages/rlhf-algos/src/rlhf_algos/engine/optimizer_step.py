@@ -50,8 +50,8 @@ def share_of_step(
 ) -> Share:
     """Cut this process's examples into micro-batches, as many as every other process has.
 
-    Wrapped modules talk to each other in each pass; a process that has fewer micro-batches repeats one of its
-    own that does not count.
+    DDP and FSDP run a collective in every pass; a process that has fewer micro-batches repeats one of its
+    own, without counting it.
     """
     batches = [MicroBatch(batch, rows, True) for batch, rows in cut(own)]
     count = sum(num_loss_terms(batch, rows) for batch, rows, _ in batches)

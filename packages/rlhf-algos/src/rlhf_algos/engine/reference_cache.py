@@ -38,7 +38,7 @@ def with_reference_logps(
     *,
     adapters_off: bool,
 ) -> list[Sequence[Any]]:
-    """Sets of examples that bring along the reference's log-probs, from the cache or computed now.
+    """Add the reference's log-probs to sets of examples, from the cache or computed now.
 
     `sequences` gives what the reference scores of an example, as many as there are `fields`, which get the
     log-probs.
@@ -100,7 +100,7 @@ def compute_logps(
 
 
 def adapter_off_is(model: Any) -> bool:
-    """Whether switching a model's adapters off gives the model as it is now: their update is zero still."""
+    """Whether a model equals itself with its adapters off, because their update is still zero."""
     if not hasattr(model, "disable_adapter"):
         return False
     updates = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
@@ -137,7 +137,7 @@ def data_hash(rows: Iterable[Iterable[TokenSequence]]) -> str:
 
 
 def load_logps(key: str, shape: tuple[int, int]) -> Tensor | None:
-    """What `save_logps` kept under a key; None if there is nothing, or nothing whole."""
+    """Read what `save_logps` wrote under a key; None if it is missing or incomplete."""
     path = cache_folder("reference") / key / _FILE
     if not path.exists():
         return None
@@ -155,7 +155,7 @@ def load_logps(key: str, shape: tuple[int, int]) -> Tensor | None:
 
 
 def save_logps(key: str, values: Tensor) -> None:
-    """Keep log-probs (rows, columns) under a key; a folder that cannot be written is only reported."""
+    """Write log-probs (rows, columns) under a key; a folder that cannot be written is only logged."""
     folder = cache_folder("reference") / key
     try:
         with atomic_folder(folder) as temporary:

@@ -42,7 +42,7 @@ class GracefulStop:
 
     @property
     def exit_code(self) -> int | None:
-        """What a shell calls such an end: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP; or None."""
+        """Exit status by shell convention: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP; or None."""
         return None if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class GracefulStop:
 
 
 _UNREACHED: list[GracefulStop] = []
-"""Those in threads that no signal comes to."""
+"""Stops created outside the main thread, which receive no signals."""
 
 
 def pass_signal_on(number: int) -> None:

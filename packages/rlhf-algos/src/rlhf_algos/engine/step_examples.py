@@ -65,12 +65,12 @@ def is_streamed(examples: Any) -> bool:
 
 
 def identity_of(examples: Any, rows_per_step: int) -> dict[str, Any]:
-    """What must be the same when a training is resumed."""
+    """Facts that must be the same when training is resumed."""
     return {"num_examples": len(examples), "rows_per_step": rows_per_step} | data_of(examples)
 
 
 def data_of(examples: Any) -> dict[str, str]:
-    """What a checkpoint keeps of a set's content, to see whether it has changed."""
+    """Hash of a data set's content for checkpoints, to notice a change."""
     content = getattr(getattr(examples, "examples", examples), "content", None)
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16]} if content else {}
 
@@ -88,7 +88,7 @@ def left_out_of(examples: Any) -> dict[str, Any]:
 
 
 def set_left_out(examples: Any, state: Mapping[str, Any]) -> None:
-    """Go on counting from what `left_out_of` returned."""
+    """Restore the counts that `left_out_of` returned."""
     for reason, each in _left_out(examples).items():
         found = state.get(reason, {"numbers": (), "messages": ()})
         each.numbers, each.messages = set(found["numbers"]), list(found["messages"])
@@ -99,7 +99,7 @@ def _left_out(examples: Any) -> dict[str, Any]:
 
 
 def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of training on other rows, or with steps of other sizes.
+    """Refuse a checkpoint of training on different data or with a different step size.
 
     A key that the state of an older checkpoint lacks is passed over.
     """

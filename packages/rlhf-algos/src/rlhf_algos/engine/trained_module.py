@@ -1,4 +1,4 @@
-"""A trained module with its optimizer and schedule, whatever wraps it, and how they are saved and resumed."""
+"""A trained module with its wrapper, optimizer and schedule, and their checkpointing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrainedModule:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def prepare(self) -> None:
-        """Move and wrap the module as the settings say; the first use does it."""
+        """Move and wrap the module as the settings say; called on first use."""
         if self.prepared:
             return
         self._wrapped, self._stepped = self.parallel.prepare(self.module, self.optimizer)
@@ -74,7 +74,7 @@ class TrainedModule:
         return self.parallel.step(self._stepped)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it in addition to files, as JSON values."""
+        """State for checkpoints besides the files, as JSON values."""
         return {"scheduler": self.scheduler.state_dict(), "loss_scaler": self.parallel.scaler_state()}
 
     def save(self, folder: Path) -> None:
@@ -89,14 +89,14 @@ class TrainedModule:
         save_rng_state(folder / self._rng_file())
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take up what `save` wrote and `state` gave: now, or when the module is prepared."""
+        """Restore what `save` wrote and `state` returned: now, or when the module is prepared."""
         self.parallel.load_scaler_state(state["loss_scaler"])
         self._saved = (folder, state["scheduler"])
         if self.prepared:
             self._restore()
 
     def _restore(self) -> None:
-        """Put optimizer, schedule and random state where a loaded checkpoint has them, once."""
+        """Restore optimizer, schedule and random state from a loaded checkpoint, once."""
         if self._saved is None:
             return
         (folder, schedule), self._saved = self._saved, None

@@ -1,4 +1,4 @@
-"""What a method gives its trainer: the sequences of an example, the loss of a batch, what it remembers."""
+"""The interface of a training method: sequences of an example, loss of a batch, state to checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Example = TypeVar("Example")
 
 
 class TrainingMethod(ABC, Generic[Example]):
-    """What distinguishes a method from the others; `BaseTrainer` is the loop that they share."""
+    """Interface of a training method; `BaseTrainer` is the loop that all methods share."""
 
     model: Any
     scorer: nn.Module
@@ -67,14 +67,14 @@ class TrainingMethod(ABC, Generic[Example]):
         """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
 
     def extra_state(self) -> dict[str, Any]:
-        """What a method must remember in checkpoints in addition to the model, as JSON values."""
+        """State of the method for checkpoints, besides the model, as JSON values."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `extra_state` returned."""
 
     def after_rollback(self) -> None:
-        """Called after a rollback to an earlier checkpoint, when the seed is another one."""
+        """Called after a rollback to an earlier checkpoint, once the seed has changed."""
 
     def save_weights(self, folder: Path) -> None:
         """Write the model, and the tokenizer if there is one, into a folder."""
@@ -85,4 +85,4 @@ class TrainingMethod(ABC, Generic[Example]):
         load_weights(self.model, folder)
 
     def close(self) -> None:
-        """Let go of whatever else than memory the trainer holds."""
+        """Release non-memory resources (engine, server, cluster)."""

@@ -142,7 +142,7 @@ def _named(dtype: torch.dtype, precision: str) -> str:
 
 
 def _step_text(config: JobConfig, rows: int) -> str:
-    """What a step has, in words."""
+    """Describe the size of a step in words."""
     if not isinstance(config, OnlineJobConfig):
         return f"{rows:,} rows"
     each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"

@@ -48,7 +48,7 @@ class Method:
         model: what is trained: a language model, or one with a scalar head that scores texts or steps.
         overlong: whether rows of more than `max_length` tokens are cut or left out.
         tiny: settings that suit the tiny model that is built if none is given; they override the
-            config's defaults and below everything that is set.
+            config's defaults and are overridden by anything set.
         story_epochs: passes over the rows of the story world, unless set.
         summary: one line for the command's help.
         title: what a model card calls it; None is its name.
@@ -105,7 +105,7 @@ class Method:
         return self.job_config.from_dict({**self._start(values), **values}, where=where)
 
     def defaults(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the settings are, as JSON values, that `values` does not give; a required one is left out."""
+        """Defaults, as JSON values, of settings that `values` does not give; without required ones."""
         from pydantic import TypeAdapter
 
         fields = self.job_config.model_fields.items()
@@ -231,7 +231,7 @@ METHODS: dict[str, Method] = {
         paper="2402.03300",
     ),
 }
-"""What `rlhf-train <name>` trains."""
+"""The methods of `rlhf-train <name>`."""
 
 
 def get_7b_model_config(method: str = "sft", *, gpus: int = 1, **settings: Any) -> JobConfig:

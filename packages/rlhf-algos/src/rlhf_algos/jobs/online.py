@@ -1,4 +1,4 @@
-"""What a job of an online method has apart from model and data: rewards, engine, value model, pre-flight."""
+"""Parts of an online job besides model and data: rewards, engine, value model, pre-flight checks."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def load_rewards(config: OnlineJobConfig) -> RewardFunctions | None:
 def online_parts(
     config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions | None
 ) -> dict[str, Any]:
-    """What the trainer of an online method takes in addition to the arguments of every trainer."""
+    """Arguments of an online trainer besides those of every trainer."""
     parts: dict[str, Any] = {"rewards": rewards}
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)

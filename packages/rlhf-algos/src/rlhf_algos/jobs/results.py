@@ -1,4 +1,4 @@
-"""What a finished run leaves: results.json, training curves, and the README.md of its model for the hub."""
+"""Outputs of a finished run: results.json, training curves, and the model card for the hub."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _summary(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a saved model is, and how it is loaded."""
+    """The kind of a saved model, and how to load it."""
 
     task: str
     library: str

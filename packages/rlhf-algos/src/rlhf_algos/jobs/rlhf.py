@@ -22,7 +22,7 @@ from rlhf_data import RunFolder, SettingsSource, UserError, atomic_write_json, f
 _LOG = logging.getLogger(__name__)
 _CONFIG, _EVALUATION = "config.json", "evaluation.json"
 _BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json", "samples.jsonl")
-"""What a stage's folder holds before the first step."""
+"""Contents of a stage's folder before the first step."""
 
 
 @dataclass

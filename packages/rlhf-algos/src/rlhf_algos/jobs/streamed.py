@@ -113,7 +113,7 @@ def _open_rows(config: JobConfig, kind: str) -> RecordSource:
 
 
 def taking(fraction: float, check: Callable[[Record], None] | None) -> Callable[[Record], bool]:
-    """What says of each record whether it is trained on: those of held-out prompts are not.
+    """A filter that keeps the records to train on: those of held-out prompts are dropped.
 
     `check` raises `UserError` for a record that cannot be used.
     """

@@ -39,7 +39,7 @@ _FILE, _PAGE = "samples.jsonl", "samples.html"
 
 @dataclass
 class Job:
-    """What one run of one method is given, by this engine or TRL."""
+    """Inputs of a run of one method, by this engine or TRL."""
 
     name: str
     config: JobConfig
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def method(self) -> Method:
-        """What is trained."""
+        """The entry of `METHODS`."""
         return METHODS[self.name]
 
     def check_inputs(self) -> None:
@@ -225,7 +225,7 @@ class TrainingJob(Job):
 
 
 def describe_rows(rows: Rows, trainer: BaseTrainer[Any]) -> dict[str, Any]:
-    """What results say of the data."""
+    """Facts about the data for the results."""
     return {
         "source": rows.source,
         "train_rows": len(trainer.examples),

@@ -131,7 +131,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
         return {"kl": self._kl}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up the KL's moving average."""
+        """Restore the moving average of the KL."""
         self._kl = state["kl"]
 
     def _passes(self, examples: Sequence[KTOExample]) -> list[tuple[PackedBatch, list[KTOExample], bool]]:

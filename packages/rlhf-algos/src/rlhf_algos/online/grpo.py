@@ -138,7 +138,7 @@ class GRPOTrainer(OnlineTrainer):
     def _correction(
         self, old_logps: Tensor, batch: PackedBatch, examples: Sequence[Any]
     ) -> SamplingCorrection | None:
-        """What undoes that another engine sampled, by its own log-probs; None where it agrees."""
+        """Importance correction for the engine's log-probs; None where engine and trainer agree."""
         if not self.corrects_sampling:
             return None
         sampled = flat("sampling_logps", examples, self.device)

@@ -14,7 +14,7 @@ from rlhf_algos.losses import importance_weights
 
 @dataclass(frozen=True)
 class SamplingCorrection:
-    """What a micro-batch's advantages are multiplied with, and what `LossOutput` reports of the mismatch.
+    """Importance weights of a micro-batch's advantages, and metrics of the mismatch.
 
     Args:
         weights: (M,), 1 where the mismatch is only reported.

@@ -1,4 +1,4 @@
-"""What a trainer asks of its engine, also of one that samples whole steps ahead of it."""
+"""The engine interface of online trainers, with engines that sample whole steps ahead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepEngine(GenerationEngine, Protocol):
     """Prompts whose completions are sampled together, and scored."""
 
     def publish(self, model: Any, version: int) -> None:
-        """Take up the weights of the trainer's model, which `version` steps made."""
+        """Load the weights of the trainer's model, as of `version` steps."""
         ...
 
     def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
@@ -50,19 +50,19 @@ class StepEngine(GenerationEngine, Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for all that has begun, and make it durable."""
+        """Wait for the steps that have begun, and write them to disk."""
         ...
 
     def forget(self, step: int) -> None:
-        """Let go of what is durable of earlier steps."""
+        """Delete what is on disk of earlier steps."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for checkpoints."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned; drop the steps that have begun."""
+        """Restore the state that `state` returned; drop the steps that have begun."""
         ...
 
     def restart(self, step: int) -> None:
@@ -71,7 +71,7 @@ class StepEngine(GenerationEngine, Protocol):
 
 
 class SamplingTrainer(LanguageModelTrainer[PromptExample]):
-    """What a trainer has that samples by an engine and scores by reward functions."""
+    """A trainer that samples with an engine and scores with reward functions."""
 
     engine: GenerationEngine
     rewards: RewardFunctions
@@ -143,7 +143,7 @@ def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
 
 
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
-    """How a trainer samples; `temperature` instead of that of training."""
+    """Sampling parameters of a trainer; `temperature` replaces that of training."""
     alike = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
     return SamplingParams(
         config.max_completion_length,
@@ -207,7 +207,7 @@ def step_scores(
 ) -> RewardScores | None:
     """Rewards of this process's completions of a step, in the batches that are scored together.
 
-    Every process must call it, also without completions, of which the scores are None.  `measured` is what
+    Every process must call it, even with no completions (then returns None).  `measured` is what
     reward functions gave for these batches, where that is known.
     """
     samples = samples_of(completions, trainer.step)
@@ -221,7 +221,7 @@ def step_scores(
 def step_rollouts(
     trainer: SamplingTrainer, prompts: Sequence[PromptExample]
 ) -> tuple[list[list[Rollout]], list[Measured] | None]:
-    """What `StepEngine.finish` gives of a trainer's present step; up to `max_staleness` more are begun."""
+    """The rollouts of the current step, see `StepEngine.finish`; begins up to `max_staleness` later steps."""
     engine, config = trainer.engine, trainer.config
     if not isinstance(engine, StepEngine):
         return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step)), None
@@ -240,7 +240,7 @@ def computes_as_trainer(engine: GenerationEngine) -> bool:
 
 @contextlib.contextmanager
 def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
-    """Within this context a checkpoint can be written; what no checkpoint needs any more then goes."""
+    """Context in which a checkpoint can be written; on leaving, drops what no checkpoint needs any more."""
     if not isinstance(engine, StepEngine):
         yield
         return
@@ -251,14 +251,14 @@ def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
 
 
 def engine_state(engine: GenerationEngine) -> dict[str, Any]:
-    """What a checkpoint keeps of an engine, by its key."""
+    """State of an engine for checkpoints, by key."""
     if (previous := _previous(engine)) is not None:
         return {"previous": previous.state()}
     return {"engine": engine.state()} if isinstance(engine, StepEngine) else {}
 
 
 def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> None:
-    """Load what `engine_state` returned, of a checkpoint that may be without."""
+    """Restore the state that `engine_state` returned, which an older checkpoint may lack."""
     if isinstance(engine, StepEngine):
         engine.load_state(state.get("engine", {}))
     if (previous := _previous(engine)) is not None and "previous" in state:

@@ -84,7 +84,7 @@ def zero_stage(path: str) -> int:
 
 
 def deepspeed_settings(path: str) -> dict[str, Any]:
-    """What stands in a DeepSpeed file."""
+    """Contents of a DeepSpeed file."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             'deepspeed is not installed; run pip install "rlhf-algos[deepspeed]"', code="missing_package"

@@ -34,7 +34,7 @@ class Lockstep:
         self._passes_left(True)
 
     def run(self, function: Callable[[], Returned], idle_pass: Callable[[], object]) -> Returned:
-        """What a function returns that announces its passes; every process must call it.
+        """Run a function that announces its passes; every process must call it.
 
         Args:
             function: calls `before_pass` before every pass.

@@ -301,7 +301,7 @@ def peak_of(memory: Phases) -> float:
 
 
 def memory_rows(memory: Phases, machine: Machine, device: str) -> list[tuple[str, str]]:
-    """What `memory_by_phase` gave, as labels and texts; `device` is where, if the machine names no GPU."""
+    """The result of `memory_by_phase` as labels and texts; `device` is used if the machine names no GPU."""
     where = f"memory on {machine.card or device}"
     if machine.processes > 1:
         where += f", each of {machine.processes:,} processes"

@@ -204,7 +204,7 @@ class Parallel:
         return not getattr(optimizer, "step_was_skipped", False), None
 
     def scaler_state(self) -> dict[str, Any]:
-        """What scales fp16 losses, as JSON values; empty if nothing does, and where DeepSpeed does it."""
+        """State of the fp16 loss scaler as JSON values; empty without one, and where DeepSpeed scales."""
         scaler = self.accelerator.scaler
         return {} if scaler is None else scaler.state_dict()
 
@@ -215,7 +215,7 @@ class Parallel:
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 multiplies the loss by."""
+        """The fp16 loss scale."""
         scaler = self.accelerator.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 

@@ -35,14 +35,14 @@ def check_same_on_all(*paths: str | Path) -> None:
 
 @dataclass(frozen=True)
 class FilesSeen:
-    """What a process on a host has found under some paths, in their order; of use only to compare it."""
+    """File facts under some paths, in order, as one process sees them; only for comparison."""
 
     host: str
     found: list[tuple[str, list[tuple[str, int, int, int]] | None]]
 
     @classmethod
     def of(cls, paths: Iterable[str | Path]) -> FilesSeen:
-        """What this process finds, by `check_same_on_all`."""
+        """The facts that this process finds, see `check_same_on_all`."""
         return cls(socket.gethostname(), [(str(path), _seen(Path(path))) for path in paths])
 
     def check_same(self, other: FilesSeen) -> None:

@@ -22,7 +22,7 @@ class StageConfig(BaseConfig):
     """One stage: a command of ours with its settings; or, with `rounds`, a loop of stages."""
 
     kind: str = ""
-    """What it does; by default its name."""
+    """Kind of the stage; by default its name."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the kind; `${stage.output}` is what an earlier stage left, `${current.role}` what was
     last promoted to a role."""
@@ -111,7 +111,7 @@ class PipelineConfig(BaseConfig):
         return super().from_dict(values, where)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was set, as plain values that `from_dict` reads back."""
+        """The given settings as plain values that `from_dict` reads back."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def expanded(self) -> list[Stage]:

@@ -23,7 +23,7 @@ interrupted process left."""
 
 @dataclass(frozen=True)
 class StageKind:
-    """What a stage of this kind does.
+    """Description of a stage of this kind.
 
     Args:
         command: what it runs.
@@ -231,7 +231,7 @@ _COMPRESS_KEYS = (
 LM_EVAL_OPTIONS = ("num_fewshot", "limit", "gen_kwargs", "include_path", "seed")
 """Settings of a stage of kind lm_eval that are lm-eval's options."""
 FILTERS = ("pairs", "sft", "kto")
-"""What a stage of kind filter makes of completions."""
+"""Outputs that a filter stage makes of completions."""
 
 
 def _check_filter(settings: dict[str, Any], where: str) -> None:

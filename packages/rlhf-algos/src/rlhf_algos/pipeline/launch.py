@@ -22,7 +22,7 @@ from rlhf_data import RunFolder, UserError, atomic_write_json
 
 _LOCK = "lock"
 LOG = "log.txt"
-"""What a stage's processes printed."""
+"""Log of the output of a stage's processes."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 OnEvent = Callable[[str, str, str], Any]
 """Told what happens: the event, the stage, and a few words."""

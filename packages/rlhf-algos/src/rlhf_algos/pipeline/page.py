@@ -61,7 +61,7 @@ def _summary(stages: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) ->
 
 
 def _decisions(stages: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """What is current, and every gate with its reasons."""
+    """The current artefacts, and every gate with its reasons."""
     html = "".join(
         f"<p>Current <b>{text(role)}</b>: <code>{text(each['artefact']['path'])}</code>, "
         f"{'promoted by ' + text(each['stage']) if each['stage'] else 'the model it began with'}</p>"

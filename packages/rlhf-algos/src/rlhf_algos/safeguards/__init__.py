@@ -1,1 +1,1 @@
-"""What keeps a training from losing what its model could do: suites that are tested, penalties."""
+"""Safeguards against forgetting in training: tested capability suites, elastic weight consolidation."""

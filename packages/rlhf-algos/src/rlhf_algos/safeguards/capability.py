@@ -1,4 +1,4 @@
-"""Capability suites during a training: a tested loss takes the training back to where it had none."""
+"""Capability suites during training: roll training back when a statistical test finds a regression."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhf_eval.capability import CapabilityReport, CapabilityTester, load_suites
 from rlhf_eval.gates import verdict_of_all
 
 ROLLBACKS, START = "rollbacks.json", "capability_start"
-"""In the run folder: every rollback with its reasons, and what the model could do at first."""
+"""In the run folder: every rollback with its reasons, and the measurement before training."""
 _SLOWER = 0.5
-"""Factor on the learning rate after a rollback."""
+"""Factor on the learning rate per rollback."""
 _SEEDS = 1_000_003
-"""Between the seed before and after a rollback, so that no user's other seed gives the same order."""
+"""Added to the seed per rollback; large, so that no other seed of a user gives the same order."""
 _ALPHA = 0.05
-"""Risk of a rollback, in the whole training, of a model that has lost nothing."""
+"""Probability of a wrong rollback over the whole training."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Policy:
 
 
 class CapabilityGuard:
-    """Measures suites every N steps, and takes a training back whose model has lost one of them.
+    """Measures suites every N steps, and rolls training back when the model has regressed on one of them.
 
     The model is compared with what it was when training began, item by item, see
     `rlhf_eval.gates.judge_gates`.  The risk of a wrong rollback, 5% for the whole training, is shared
@@ -71,7 +71,7 @@ class CapabilityGuard:
 
     @property
     def seed_shift(self) -> int:
-        """What is added to the seed since the last rollback."""
+        """Offset of the seed after the rollbacks so far."""
         return _SEEDS * self.rollbacks
 
     @property
@@ -80,7 +80,7 @@ class CapabilityGuard:
         return self.rollbacks > self._config.max_rollbacks
 
     def begin(self) -> None:
-        """Measure the model before its first step, and keep it; later, take up what was measured then."""
+        """Measure the model before its first step, or read what was measured then."""
         trainer = self._trainer
         folder = trainer.run.path / START
         if self._start is not None:
@@ -96,7 +96,7 @@ class CapabilityGuard:
         trainer.save_checkpoint()
 
     def look(self) -> dict[str, float]:
-        """If it is time, measure the model and note what becomes of it.
+        """If it is time, measure the model and record whether it regressed.
 
         Returns:
             `capability/<suite>`, the mean score of each suite, and `rollbacks`, those done so far; empty
@@ -121,7 +121,7 @@ class CapabilityGuard:
         return {**means, "rollbacks": self.rollbacks}
 
     def roll_back(self) -> None:
-        """Go back to the last checkpoint whose model had lost nothing, and on from there another way."""
+        """Return to the last checkpoint without a regression and change the data order and learning rate."""
         events = self._events()
         trainer, last = self._trainer, events[-1]
         trainer.load_checkpoint(trainer.run.checkpoint_path(last["to"]))
@@ -135,30 +135,35 @@ class CapabilityGuard:
             trainer.run.drop_checkpoints_after(last["to"])
             trainer.run.truncate_logs(last["to"])
         trainer.parallel.wait()
-        what = "training ends with it" if self.ended else "training goes on from it another way"
+        changed = "continues with a new data order and half the learning rate"
+        what = "ends with it" if self.ended else changed
         logging.getLogger(__name__).warning(
-            "step %d: %s; back to step %d, and %s", last["step"], "; ".join(last["reasons"]), last["to"], what
+            "step %d: %s; back to step %d, and training %s",
+            last["step"],
+            "; ".join(last["reasons"]),
+            last["to"],
+            what,
         )
 
     def finish_rollback(self) -> None:
-        """Of a resumed run: do a rollback that was noted and not followed by a checkpoint."""
+        """On resuming: carry out a rollback that was recorded but not followed by a checkpoint."""
         if len(self._events()) > self.rollbacks:
             self._trainer.prepare()
             self.roll_back()
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints hold of it."""
+        """State for checkpoints."""
         return {"rollbacks": self.rollbacks, "tested": self._trainer.checkpoints.pinned}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take up what a checkpoint holds; one that was written without this guard holds nothing."""
+        """Restore the state from a checkpoint; None from one that was written without a guard."""
         self.rollbacks = state["rollbacks"] if state else 0
         self._trainer.checkpoints.pinned = state["tested"] if state else None
 
     def _measure(self) -> CapabilityReport:
-        """What the model can do now; the first process measures it for all.
+        """Measure the model as it is now, in the first process for all.
 
-        Where weights are sharded all do, for every forward pass gathers layers from all of them.
+        With sharded weights all processes measure, since every forward pass gathers layers from all.
         """
         trainer, rows = self._trainer, None
         if trainer.parallel.is_main or trainer.parallel.shards_weights:
@@ -174,7 +179,7 @@ class CapabilityGuard:
         return broadcast(json.loads(path.read_text(encoding="utf-8")) if path.exists() else [])
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Write a rollback down before it is done, so that a killed run does it when it is resumed."""
+        """Record a rollback before carrying it out, so that a killed run does so when it is resumed."""
         events = [*self._events(), event]
         if self._trainer.parallel.is_main:
             atomic_write_json(self._trainer.run.path / ROLLBACKS, events)

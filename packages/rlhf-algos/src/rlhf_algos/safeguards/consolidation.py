@@ -163,7 +163,7 @@ class ElasticWeightConsolidation:
         save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, path)
 
     def load(self, path: str | Path) -> None:
-        """Take up what `save` wrote.
+        """Restore the state that `save` wrote.
 
         Raises:
             UserError: it is of another model.
@@ -211,7 +211,7 @@ class ElasticWeightConsolidation:
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """What is held, with gradient: trained weights, or the updates of adapted matrices."""
+        """The held parameters, with gradient: trained weights, or the updates of adapted matrices."""
         if not self._adapted:
             for name, weight in self._weights().items():
                 yield name, _own(weight)

@@ -48,7 +48,7 @@ def is_evaluation(name: str) -> bool:
 
 
 OnReport = Callable[[StepReport], None]
-"""What a caller does with every report of a step."""
+"""Callback that receives every step report."""
 
 
 class Pace:
