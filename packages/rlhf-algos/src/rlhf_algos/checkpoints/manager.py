@@ -37,7 +37,7 @@ from rlhf_models.adapters.files import anchor_base
 from rlhf_models.loading.replacing import replacing_weights
 
 STATE_FILE = "trainer_state.json"
-"""A checkpoint folder that has it was once complete."""
+"""Written last, so that a checkpoint folder that has it was complete."""
 
 
 class CheckpointManager:
@@ -63,7 +63,7 @@ class CheckpointManager:
         self._sign = 1 if more else -1
         self._last: int | None = None
         self.pinned: int | None = None
-        """Step of a checkpoint that stays, however old it is."""
+        """Step of a checkpoint that is kept however old it is."""
 
     @contextmanager
     def writing(
@@ -199,7 +199,7 @@ def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
 
 
 def load_weights(model: Any, folder: str | Path) -> None:
-    """Put into a model the weights that its own `save_pretrained(folder)` wrote, bit for bit.
+    """Load into a model the weights that its own `save_pretrained(folder)` wrote, bit for bit.
 
     Args:
         model: a transformers model, a PeftModel (its adapters are read, not the frozen weights below them) or

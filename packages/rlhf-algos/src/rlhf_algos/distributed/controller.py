@@ -228,7 +228,7 @@ class Controller:
         return {"versions": versions, "first": self._first}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned; steps that have begun are dropped, for their prompts may differ now."""
+        """Restore the state that `state` returned; drops begun steps, since their prompts may differ now."""
         self._drop_steps()
         self._first = state.get("first", 0)
         self._versions = {int(version): digest for version, digest in state.get("versions", {}).items()}

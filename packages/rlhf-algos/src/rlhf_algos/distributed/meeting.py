@@ -1,4 +1,4 @@
-"""Where training processes that Ray Train has started meet; loads ray, whose settings must be in place."""
+"""Rendezvous of training processes that Ray Train starts; loads ray, whose settings must be in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Launch(TorchConfig):
-    """Tells the processes of a group where they meet; the trainer makes the group, as under torchrun.
+    """Sets the rendezvous of a group's processes; the trainer makes the group, as under torchrun.
 
     Args:
         gpus: whether they may see GPUs.
@@ -35,7 +35,7 @@ class _Meeting(Backend):
     share_cuda_visible_devices = True  # LOCAL_RANK says which device is whose
 
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        """Have all processes meet at the first one's machine."""
+        """Make the first process's machine the rendezvous."""
         assert isinstance(backend_config, Launch)
         address, port = worker_group.execute_single(0, _free_address)
         worker_group.execute(_meet_at, address, port, backend_config.gpus)

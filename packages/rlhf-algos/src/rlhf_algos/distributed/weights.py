@@ -17,7 +17,7 @@ _KNOWN_WITHIN = 10.0
 
 
 class Weights:
-    """An actor that knows where each version of the weights is; the object store holds them.
+    """An actor that maps each version of the weights to its reference in the object store.
 
     What it knows the controller can tell again, so nothing is lost with it. Ray may carry out calls in
     another order than they were made in, so they are numbered from 1.
@@ -29,7 +29,7 @@ class Weights:
         self._news = asyncio.Condition()
 
     async def publish(self, number: int, role: str, digest: str, reference: list[Any]) -> None:
-        """Note where weights are, and that they are a role's newest: a list with their reference.
+        """Register weights, as a list with their reference, and make them a role's newest.
 
         Of a list Ray does not fetch what its references stand for.
         """
@@ -40,7 +40,7 @@ class Weights:
             self._news.notify_all()
 
     async def pull(self, role: str, digest: str) -> tuple[str, list[Any]]:
-        """The digest of weights, and where they are; without a digest the role's newest.
+        """Digest and reference of weights; without a digest, of the role's newest.
 
         Raises:
             KeyError: they were never published, or are forgotten.
@@ -84,7 +84,7 @@ class Published:
         return digest in self._references
 
     def publish(self, digest: str, arrays: Arrays, role: str = "") -> None:
-        """Make weights a role's current ones, and put them into the object store, if they are not there."""
+        """Make weights a role's current ones; put them into the object store if they are not there."""
         import ray
 
         if digest not in self._references:
@@ -100,7 +100,7 @@ class Published:
         self.actor.keep.remote(next(self._numbers), kept)
 
     def revive(self) -> None:
-        """Start the actor anew, and tell it all that is held."""
+        """Restart the actor and register everything that is held."""
         import ray
 
         self.end()

@@ -1,4 +1,4 @@
-"""How far a policy has gone from where it started: the exact KL along a few held-out completions."""
+"""Distance of a policy from its start: the exact KL along a few held-out completions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.functional import kl_div
 from rlhf_data import PackedBatch, TokenSequence, pack
 
 MAX_TOKENS = 64
-"""Of a completion, from its start, along which the KL is measured."""
+"""Maximum number of tokens of a completion, from its start, along which the KL is measured."""
 _KEPT_BYTES = 1 << 28
 """Distributions of the start that all processes together keep, in main memory: 441 tokens of 152,064."""
 _BATCH_BYTES = 1 << 27
-"""Distributions that exist at a time on the device."""
+"""Maximum number of distributions on the device at a time."""
 
 Score = Callable[[PackedBatch], Tensor]
 

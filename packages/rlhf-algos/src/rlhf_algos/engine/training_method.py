@@ -71,7 +71,7 @@ class TrainingMethod(ABC, Generic[Example]):
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what `extra_state` returned."""
+        """Restore the state that `extra_state` returned."""
 
     def after_rollback(self) -> None:
         """Called after a rollback to an earlier checkpoint, once the seed has changed."""
@@ -81,7 +81,7 @@ class TrainingMethod(ABC, Generic[Example]):
         save_pretrained(self.model, self.tokenizer, folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Put into the model the weights that `save_weights` wrote."""
+        """Load the weights that `save_weights` wrote."""
         load_weights(self.model, folder)
 
     def close(self) -> None:

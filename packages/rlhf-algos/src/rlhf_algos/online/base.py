@@ -262,7 +262,7 @@ class OnlineTrainer(SamplingTrainer):
         return {"reward_functions": self.rewards.state()} | engine_state(self.engine)
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what `extra_state` returned."""
+        """Restore the state that `extra_state` returned."""
         self.rewards.load_state(state["reward_functions"])
         load_engine_state(self.engine, state)
 
@@ -272,7 +272,7 @@ class OnlineTrainer(SamplingTrainer):
             self.engine.restart(self.step)
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         self.engine.close()
 
     def exceeds_target_kl(self, metrics: Mapping[str, float]) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_algos.online.base import OnlineTrainer
 
 _PROMPTS = 32
-"""Prompts that are looked at, at most."""
+"""Maximum number of prompts that are checked."""
 _REFERENCES = ("completion", "chosen")
 _VERIFIABLE = ("number", "math", "choice", "exact")
 """Rules whose `answer` column is a completion that they reward."""
@@ -81,7 +81,7 @@ def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> tup
 def _fitting(
     trainer: OnlineTrainer, prompts: Sequence[PromptExample], ids: Mapping[int, Sequence[int]]
 ) -> list[int]:
-    """The prompts after which the longest of their answers still fits the model's context."""
+    """Prompts that leave room in the model's context for the longest of their answers."""
     limit = generation_length(trainer.model.config)
     if limit is None:
         return list(ids)

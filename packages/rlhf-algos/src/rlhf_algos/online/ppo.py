@@ -166,7 +166,7 @@ class PPOTrainer(OnlineTrainer):
         return super().extra_state() | own | {"episodes": self.episodes}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what `extra_state` returned."""
+        """Restore the state that `extra_state` returned."""
         super().load_extra_state(state)
         self.controller.load_state(state["controller"])
         self.reward_scale.load_state(state["rewards"])
@@ -178,12 +178,12 @@ class PPOTrainer(OnlineTrainer):
         self.value_model.save_pretrained(folder / "value_model")
 
     def load_weights(self, folder: Path) -> None:
-        """Put the weights of a checkpoint into policy and value model."""
+        """Load the weights of a checkpoint into policy and value model."""
         super().load_weights(folder)
         load_weights(self.value_model, folder / "value_model")
 
     def _value(self, completions: Sequence[Completion]) -> None:
-        """Give completions `old_values`, under the present value model."""
+        """Set `old_values` of completions, from the current value model."""
         share = self._cut(completions, lambda: self._filler(completions))
         with torch.no_grad():
             for batch, members, real in share.batches:

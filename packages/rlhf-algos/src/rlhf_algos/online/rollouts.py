@@ -18,7 +18,7 @@ _FACTS = 3
 
 @dataclass
 class Completion:
-    """A sampled completion and what it is trained with.
+    """A sampled completion with its training data.
 
     Args:
         prompt: what it completes.
@@ -49,7 +49,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut off at the longest length."""
+        """Whether it was truncated at the maximum length."""
         return self.rollout.finish_reason == "length"
 
     def facts(self, eos_token_ids: Sequence[int]) -> list[float]:
@@ -59,7 +59,7 @@ class Completion:
 
 
 def completion_text(tokenizer: Any, prompt: PromptExample, rollout: Rollout) -> Any:
-    """A completion as reward functions get it: a text, or after messages the assistant's message.
+    """A completion for reward functions: a text, or the assistant's message after a chat.
 
     A text begins with the space between prompt and completion, so that both together are what was sampled.
     """
@@ -89,19 +89,19 @@ def completions_of(
 
 
 def idle_completion(prompt: PromptExample, token: int, fields: Iterable[str]) -> Completion:
-    """A completion of one token that does not count, for a process that has none."""
+    """A completion of one token with weight 0, for a process that has none."""
     idle = Completion(prompt, Rollout(prompt.prompt_ids, [token], [0.0], "stop"), 0, weight=0.0)
     idle.tokens = dict.fromkeys(fields, torch.zeros(1))
     return idle
 
 
 def column_names(prompts: Iterable[PromptExample]) -> list[str]:
-    """The further columns that any of the prompts has."""
+    """Names of the extra columns of the prompts."""
     return sorted({name for prompt in prompts for name in prompt.columns})
 
 
 def samples_of(completions: Sequence[Completion], step: int, columns: Sequence[str] | None = None) -> Samples:
-    """Completions as reward functions get them.
+    """Completions as the input of reward functions.
 
     Args:
         completions: B of them, with their texts.
@@ -120,7 +120,7 @@ def samples_of(completions: Sequence[Completion], step: int, columns: Sequence[s
 
 
 def in_parts(samples: Samples, size: int) -> list[Samples]:
-    """Samples cut into parts of this size, the last one perhaps smaller."""
+    """Split samples into parts of this size; the last one may be smaller."""
     count = len(samples.completions)
     return [samples.part(range(at, min(at + size, count))) for at in range(0, count, size)]
 
@@ -162,7 +162,7 @@ class StepTable:
 
     @property
     def truncated(self) -> Tensor:
-        """(B,) bool, cut off at the longest length."""
+        """(B,) bool, truncated at the maximum length."""
         return self.facts[_TRUNCATED] > 0
 
     @property
@@ -177,12 +177,12 @@ def table_row(rewards: Tensor, total: Tensor, facts: Sequence[Sequence[float]]) 
 
 
 def flat(name: str, completions: Sequence[Completion], device: torch.device) -> Tensor:
-    """(M,) the completions' tokens of that name, end to end."""
+    """(M,) values of `Completion.tokens[name]`, concatenated."""
     return torch.cat([completion.tokens[name] for completion in completions]).to(device)
 
 
 def keep_tokens(name: str, values: Tensor, completions: Sequence[Completion], real: bool) -> None:
-    """Cut (M,) values into those of each completion; values that do not count are dropped."""
+    """Set `Completion.tokens[name]` from (M,) values; does nothing for a batch that is not `real`."""
     if not real:
         return
     parts = values.detach().cpu().split([completion.length for completion in completions])

@@ -18,7 +18,7 @@ from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models import evaluating
 
 _SHOWN = 4
-"""Completions of a step that `samples.jsonl` gets."""
+"""Number of completions per step in `samples.jsonl`."""
 
 
 def keep_samples(
@@ -74,7 +74,7 @@ def start_completions(trainer: SamplingTrainer, count: int, *, seed: int) -> lis
 
 
 def _row(completion: Completion, table: StepTable, tokenizer: Any) -> dict[str, Any]:
-    """One completion as it is kept: prompt, completion, why it ended, its reward."""
+    """A row of `samples.jsonl`: prompt, completion, finish reason, reward."""
     text = completion.text if isinstance(completion.text, str) else completion.text[-1]["content"]
     return {
         "prompt": prompt_text(tokenizer, completion.rollout.prompt_ids),

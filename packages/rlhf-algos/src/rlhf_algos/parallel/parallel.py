@@ -118,12 +118,12 @@ class Parallel:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a part of the model or of its optimizer only."""
+        """Whether the model or its optimizer is sharded over processes."""
         return self.fsdp or self.deepspeed
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each process holds a part of the weights only."""
+        """Whether the weights are sharded over processes."""
         return self.fsdp or self.zero_stage == SHARDED_WEIGHTS
 
     def shard(self, scorer: nn.Module, *, frozen: Iterable[nn.Parameter] = ()) -> bool:
@@ -209,7 +209,7 @@ class Parallel:
         return {} if scaler is None else scaler.state_dict()
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Load what `scaler_state` returned."""
+        """Restore the state that `scaler_state` returned."""
         if state and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state)
 
@@ -228,7 +228,7 @@ class Parallel:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def wait(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process is here."""
         self.accelerator.wait_for_everyone()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -313,7 +313,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def _fp32_in_place(self, module: nn.Module) -> Iterator[None]:
-        """For a while, put DeepSpeed's copies in fp32 in the place of the main process's weights."""
+        """Context in which the main process's weights are DeepSpeed's fp32 copies."""
         halves: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in filter(_has_fp32_copy, module.parameters()):
             value = self._whole_fp32(parameter)
@@ -327,7 +327,7 @@ class Parallel:
                 parameter.data = half
 
     def _told(self, number: int) -> int:
-        """The number that the main process gives."""
+        """The main process's number, on every process."""
         value = torch.tensor([number], device=self.device)
         dist.broadcast(value, 0)
         return int(value)
@@ -348,7 +348,7 @@ def _has_fp32_copy(parameter: Any) -> bool:
 
 @contextlib.contextmanager
 def _adapters_whole(module: nn.Module) -> Iterator[None]:
-    """Put the trained parameters of a module with adapters in place, whole, for a while."""
+    """Context in which the trained parameters of a module with adapters are whole, in place."""
     if not any(is_adapted(each) for each in module.modules()):
         yield
         return

@@ -41,7 +41,7 @@ class GradientFlow:
         self.model, self.run, self.every = model, run, every
 
     def record(self, step: int, *, scale: float = 1.0) -> None:
-        """Record the gradients of a step, if its turn has come; call it before they are clipped.
+        """Record the gradients of a step if it is due; to be called before they are clipped.
 
         Args:
             step: counted from 1.
@@ -73,7 +73,7 @@ class GradientFlow:
 
 
 class ActivationHistograms:
-    """Counts the values that decoder layers put out and draws them: `activations.jsonl` and `.png`.
+    """Records histograms of decoder layers' outputs and plots them: `activations.jsonl` and `.png`.
 
     Hooks are on the layers during a recorded step only.  The bins are of magnitudes, four to a power of ten,
     so that vanishing and exploding values show alike.  Not covered: layers compiled by torch.compile before
@@ -92,7 +92,7 @@ class ActivationHistograms:
         self._sums: list[dict[str, Tensor]] = []
 
     def before_step(self, step: int) -> None:
-        """Begin to count, if the turn of this step (counted from 1) has come."""
+        """Begin to count if this step (counted from 1) is due."""
         if self.run is None or step % self.every:
             return
         self._sums = [{} for _ in self.layers]
@@ -102,7 +102,7 @@ class ActivationHistograms:
         ]
 
     def after_step(self, step: int) -> None:
-        """End counting and write what was counted; does nothing if `before_step` did nothing.
+        """Stop counting and write the counts; does nothing if `before_step` did nothing.
 
         Raises:
             DiskFullError: nothing can be added to the disk.
@@ -181,7 +181,7 @@ class Sampler:
         return list(dict.fromkeys(tuple(ids[: start[0]]) for ids, start in starts if start))[:count]
 
     def after_step(self, step: int) -> None:
-        """Write samples, if the turn of this step (counted from 1) has come.
+        """Write samples if this step (counted from 1) is due.
 
         Raises:
             DiskFullError: nothing can be added to the disk.

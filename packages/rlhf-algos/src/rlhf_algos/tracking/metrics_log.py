@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def setup_logging(level: int | str = "INFO", *, rich: bool = True, file: str | Path | None = None) -> None:
-    """Show log records of all packages, in place of what was set up before.
+    """Show log records of all packages; replaces earlier handlers.
 
     Args:
         level: the lowest level that is shown.
@@ -35,7 +35,7 @@ def setup_logging(level: int | str = "INFO", *, rich: bool = True, file: str | P
 
 
 class MetricsFile(Protocol):
-    """The part of a run folder's interface that is used; `rlhf_data.RunFolder` has it."""
+    """The interface of a run folder that is used here; `rlhf_data.RunFolder` implements it."""
 
     def append_metrics(self, metrics: dict[str, Any]) -> Any:
         """Add one line."""
@@ -46,11 +46,11 @@ class MetricsTracker(Protocol):
     """A tracker of the metrics; `rlhf_algos.tracking.trackers.create_trackers` makes them."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> Any:
-        """Take the metrics of a step."""
+        """Log the metrics of a step."""
         ...
 
     def finish(self) -> Any:
-        """Write out what is left and let go."""
+        """Flush and close."""
         ...
 
 
