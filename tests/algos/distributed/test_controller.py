@@ -211,6 +211,17 @@ def test_a_resumed_run_takes_what_was_sampled(staleness: int, controller: Make, 
     assert known[:2] == [2, 2] and known[-1] == 0
 
 
+def test_loading_a_state_drops_what_has_begun(controller: Make):
+    engine = controller(max_staleness=2)
+    engine.publish(lm(), 0)
+    for step in range(3):
+        engine.begin(step, PROMPTS, 2, _PARAMS)
+    engine.load_state(engine.state())
+    engine.begin(1, PROMPTS[::-1], 2, _PARAMS)
+    groups, _ = engine.finish(1)
+    assert [list(group[0].prompt_ids) for group in groups] == [list(ids) for ids in _IDS[::-1]]
+
+
 def test_a_rollback_drops_what_was_sampled_ahead(controller: Make, tmp_path: Path):
     """Prompts come in another order then, and must not be scored with completions of the former ones."""
     steps: dict[str, Any] = {"max_steps": 8, "save_steps": 2}

@@ -98,10 +98,8 @@ class Controller:
         except BaseException:
             self._cluster.close()
             raise
-        facts: dict[str, Any] = {"workers": config.rollout_workers, "dashboard": self._cluster.dashboard}
-        if config.reward_workers:
-            facts["reward_workers"] = config.reward_workers
-        tell("start", facts)
+        scoring = {"reward_workers": config.reward_workers} if config.reward_workers else {}
+        tell("start", {"workers": config.rollout_workers, "dashboard": self._cluster.dashboard, **scoring})
         self._driver = threading.Thread(target=self._drive, name="rollouts", daemon=True)
         if self.max_staleness:
             self._driver.start()
@@ -234,7 +232,7 @@ class Controller:
         self._versions = {int(version): digest for version, digest in state.get("versions", {}).items()}
 
     def restart(self, step: int) -> None:
-        """Sample from this step on as if it were the first, other prompts from the weights as they are."""
+        """Start anew at this step, after a rollback: drop begun steps, sample with its weights or newer."""
         self._drop_steps()
         self._first, self._versions = step, {}
 
@@ -262,7 +260,11 @@ class Controller:
     def _drop_steps(self) -> None:
         """Drop the steps that have begun; what workers are doing for them is waited for."""
         self._steps.clear()
-        self._work(lambda: all([pool.drop_tasks() for pool in self._pools]))
+        self._work(self._drop_tasks)
+
+    def _drop_tasks(self) -> bool:
+        with self._lock:  # the driver may be handing them out
+            return all([pool.drop_tasks() for pool in self._pools])
 
     def _publish(self, roles: Iterable[str]) -> str:
         """Make roles' weights current; the first time, have the workers begin. The last one's digest."""
