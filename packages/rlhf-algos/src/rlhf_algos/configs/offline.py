@@ -47,7 +47,7 @@ class JudgeConfig(TrainerConfig):
 
 
 ScalarConfig = JudgeConfig
-"""Another name."""
+"""Alias of `JudgeConfig`."""
 
 
 class PRMConfig(TrainerConfig):
@@ -132,4 +132,4 @@ class KTOConfig(ReferenceConfig):
 
 
 RewardModelConfig = RewardConfig
-"""Another name."""
+"""Alias of `RewardConfig`."""

@@ -70,4 +70,4 @@ class JudgeTrainer(CalibratedTrainer[Labelled]):
 
 
 ScalarTrainer = JudgeTrainer
-"""Another name."""
+"""Alias of `JudgeTrainer`."""

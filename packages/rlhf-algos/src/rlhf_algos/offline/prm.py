@@ -144,4 +144,4 @@ def _counts(examples: Sequence[StepExample | StepPair]) -> list[int]:
 
 
 ProcessRewardModelTrainer = PRMTrainer
-"""Another name."""
+"""Alias of `PRMTrainer`."""

@@ -81,4 +81,4 @@ def _margin(pair: Any) -> float:
 
 
 RewardModelTrainer = RewardTrainer
-"""Another name."""
+"""Alias of `RewardTrainer`."""
