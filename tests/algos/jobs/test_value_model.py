@@ -11,7 +11,7 @@ from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_algos.jobs.dry_run import plan_training
 from rlhf_algos.jobs.online import check_parts, check_value_model
-from rlhf_models import RewardModel, tiny_model, train_byte_tokenizer
+from rlhf_models import LoraSettings, RewardModel, ValueModel, tiny_model, train_byte_tokenizer
 
 TOKENIZER = train_byte_tokenizer(["a story of a shed"])
 OTHER = train_byte_tokenizer(["wholly different words, in numbers"])
@@ -62,3 +62,22 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path) -> None:
     policy_and_rows = {"model_name_or_path": str(tmp_path / "policy"), "train_data": str(rows)}
     with raises_error("context_too_short", key="value_model_path"):
         plan_training("ppo", config(saved(tmp_path / "own", TOKENIZER), **policy_and_rows))
+
+
+def test_a_reward_models_adapter_is_refused(tmp_path: Path) -> None:
+    base = tiny_model("gpt2", vocab_size=len(TOKENIZER))
+    base.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    reward = RewardModel.from_language_model(tmp_path / "base").add_lora(LoraSettings(lora_r=2))
+    reward.save_pretrained(tmp_path / "adapter")
+    with raises_error("wrong_model_kind", key="value_model_path"):
+        check_parts(config(tmp_path / "adapter"))
+    value = ValueModel.from_language_model(tmp_path / "base").add_lora(LoraSettings(lora_r=2))
+    value.save_pretrained(tmp_path / "critic")
+    check_parts(config(tmp_path / "critic"))
+
+
+def test_what_a_shorter_context_asks_for_is_accepted(tmp_path: Path) -> None:
+    lengths = {"max_prompt_length": 100, "max_completion_length": 28}
+    given = config(saved(tmp_path / "own", TOKENIZER), **lengths)
+    check_value_model(given, TOKENIZER, given.max_length)

@@ -15,6 +15,7 @@ import torch
 from raises import raises_error
 from rlhf_eval.capability import SUITES, CapabilityReport, CapabilityTester, Item, read_suite
 from rlhf_eval.capability.items import CHECKS
+from rlhf_models import tiny_model
 
 
 @dataclass
@@ -144,3 +145,18 @@ def test_an_unchanged_model_passes_and_noise_in_its_weights_fails(
     assert found[0].outcome == "fail" and found[0].estimate < -0.05
     with raises_error("no_evaluation"):
         CapabilityReport.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Item("a question", "choice", (" right", " wrong" * 200)),
+        Item("", "likelihood", ("a long text " * 100,)),
+        Item("a question " * 100, "written", checks={"contains": "a"}),
+    ],
+    ids=["choice", "likelihood", "written"],
+)
+def test_an_item_longer_than_the_context_is_refused(item: Item, byte_tokenizer: Any) -> None:
+    model = tiny_model("gpt2", vocab_size=len(byte_tokenizer))  # has 128 learned positions
+    with raises_error("context_too_short", limit=128):
+        CapabilityTester({"own": [item]}).run(_Policy(model, byte_tokenizer))

@@ -39,6 +39,7 @@ from rlhf_models import (
     ValueHead,
     ValueModel,
     adapter_base,
+    adapter_config,
     brings_head,
     check_scoring_model,
     check_weights,
@@ -74,6 +75,14 @@ def check_parts(config: JobConfig) -> None:
             RewardFunctionFactory.from_spec(spec)
     if isinstance(config, PPOConfig) and config.value_model_path:
         _check_model(config.value_model_path)
+        name = model_folder(config.value_model_path)
+        if is_adapter(name) and adapter_config(name).task_type == "SEQ_CLS":
+            raise UserError(
+                f"value_model_path {name} is the adapter of a reward model, and a value model's head is "
+                "another one; name a reward model that was trained without use_peft",
+                code="wrong_model_kind",
+                key="value_model_path",
+            )
 
 
 def check_value_model(config: JobConfig, tokenizer: Any, max_length: int | None) -> None:
@@ -102,7 +111,8 @@ def check_value_model(config: JobConfig, tokenizer: Any, max_length: int | None)
     if context is not None and (max_length is None or context < max_length):
         raise UserError(
             f"value_model_path {name} reads {context} tokens, and a prompt with its completion may have "
-            f"{max_length or 'any number'}; set max_length={context} or less, or name another model",
+            f"{max_length or 'any number'}; set max_prompt_length and max_completion_length so that both "
+            f"together are {context} at most, or name another model",
             code="context_too_short",
             key="value_model_path",
         )

@@ -204,6 +204,7 @@ def _logps(policy: Policy, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Log-probabilities of continuations after their contexts; an empty one is the text's first token."""
     from rlhf_data import Encoder
     from rlhf_eval.harness.scoring import score_continuations
+    from rlhf_models import check_prompt_fits
 
     encoder = Encoder(policy.tokenizer)
     ids = []
@@ -217,5 +218,7 @@ def _logps(policy: Policy, pairs: Sequence[tuple[str, str]]) -> list[float]:
                 f"the text {continuation!r} is one token, which is too short to measure",
                 code="text_too_short",
             )
+        what = f"the item {(context or continuation)[:40]!r} of a suite, with its continuation,"
+        check_prompt_fits(policy.model, len(before) + len(after), what)
         ids.append((before, after))
     return [each.logp for each in score_continuations(policy.model, ids, max_tokens=_MAX_TOKENS)]
