@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -9,6 +11,7 @@ class LetterTokenizer:
     """Every token is one of 26 letters; the end is token 2."""
 
     eos_token_id = 2
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
 
     @staticmethod
     def decode(ids: list[int], **options: Any) -> str:

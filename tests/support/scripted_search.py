@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_infer import PathScores, Rollout, SamplingParams, ScoredPath
@@ -14,6 +15,7 @@ class Letters:
     """A tokenizer whose tokens are letters; 0 ends, 1 is a line break, 2 is a, and so on."""
 
     eos_token, eos_token_id, unk_token_id, chat_template = "\0", END, None, None
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
     characters = "\0\nabcdefghijklmnopqrstuvwxyz>"
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:

@@ -76,10 +76,22 @@ def test_a_text_that_was_there_before_does_not_count_again() -> None:
     assert stops.end([], ids[:4]) and not stops.end([], ids[:5])
 
 
+def test_a_special_token_is_no_text_unless_the_stop_text_spells_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    n, d = (tokenizer.encode(c)[0] for c in "nd")
+    assert found(StopTexts(tokenizer, ["nd"]), [], [n, end, end]) is None
+    assert found(StopTexts(tokenizer, ["nd"]), [], [end, n, end, d]) == 4  # as the text without it reads
+    assert found(StopTexts(tokenizer, ["<|end|>"]), [], [n, d, end]) == 3
+
+
 def test_only_the_end_is_decoded() -> None:
     tokenizer, lengths = byte_tokenizer(), []
 
     class Recording:
+        added_tokens_decoder = tokenizer.added_tokens_decoder
+
         def decode(self, ids: list[int], **options: Any) -> str:
             lengths.append(len(ids))
             return tokenizer.decode(ids, **options)

@@ -186,7 +186,7 @@ class CapabilityConfig(BaseConfig):
     @classmethod
     def _absolute_files(cls, suites: tuple[str, ...]) -> tuple[str, ...]:
         if not suites:
-            raise ValueError("name a suite, or leave out capability_steps for none")
+            raise ValueError("name a suite, or leave it out for stories, sums and text")
         parts = (each.partition("=") for each in suites)
         return tuple(f"{name}={os.path.abspath(path)}" if path else name + sign for name, sign, path in parts)
 

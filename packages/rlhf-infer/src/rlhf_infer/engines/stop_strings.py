@@ -27,6 +27,13 @@ class StopTexts:
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
         self._tokenizer = tokenizer
+        # Completions are shown without special tokens, so `nd` is not found in <|end|>; a stop text that
+        # spells one out still ends with it.
+        self._hidden = {
+            i
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special and not any(token.content in text for text in self.texts)
+        }
         # Each token of a text spells at least one of its bytes.
         self._reach = max(len(text.encode()) for text in self.texts)
         self._candidates: dict[int, bool] = {}
@@ -38,7 +45,7 @@ class StopTexts:
             prompt: token ids before the completion; how a token reads may depend on the one before it.
             completion: token ids, at least one.
         """
-        if not self._may_end(int(completion[-1])):
+        if int(completion[-1]) in self._hidden or not self._may_end(int(completion[-1])):
             return False
         first = max(0, len(completion) - self._reach - 1)
         for _ in range(
@@ -67,7 +74,8 @@ class StopTexts:
         return self._candidates[token]
 
     def _decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)
+        shown = [token for token in map(int, ids) if token not in self._hidden]
+        return self._tokenizer.decode(shown, clean_up_tokenization_spaces=False)
 
 
 def _overlaps(stop: str, read: str) -> bool:
