@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rlhf_algos.configs.offline import DPOConfig
 from rlhf_algos.engine.language_model import ReferenceTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import dpo_loss
-from rlhf_algos.offline.pairs import PairExamples, pair_output
+from rlhf_algos.offline.pairs import pair_output
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 
 
-class DPOTrainer(PairExamples, ReferenceTrainer[PreferencePair]):
+class DPOTrainer(ReferenceTrainer[PreferencePair]):
     """Trains a policy on preference pairs by DPO and its relatives; the loss is the mean over a step's pairs.
 
     A reward is beta (log π - log reference) of a completion.  Metrics: `rewards/chosen`, `rewards/rejected`,
@@ -24,12 +25,21 @@ class DPOTrainer(PairExamples, ReferenceTrainer[PreferencePair]):
     See `ReferenceTrainer` for the reference and the arguments.
     """
 
+    shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     reference_fields = ("ref_chosen_logps", "ref_rejected_logps")
     config: DPOConfig
 
+    def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
+        """Chosen, then rejected; the prompt they share is computed once."""
+        return example[:2]
+
     def reference_sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
         """Chosen, then rejected."""
-        return self.sequences(example)
+        return example[:2]
+
+    def count(self, batch: PackedBatch) -> int:
+        """The pairs."""
+        return batch.num_sequences // 2
 
     def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
         """The chosen loss of the pairs, and TRL's metrics."""
