@@ -258,7 +258,7 @@ class Controller:
         return max(self._first, step - self.max_staleness)
 
     def _drop_steps(self) -> None:
-        """Drop the steps that have begun; what workers are doing for them is waited for."""
+        """Drop the steps that have begun; waits for the tasks that workers are running."""
         self._steps.clear()
         self._work(self._drop_tasks)
 

@@ -78,15 +78,15 @@ def check_parts(config: JobConfig) -> None:
         name = model_folder(config.value_model_path)
         if is_adapter(name) and adapter_config(name).task_type == "SEQ_CLS":
             raise UserError(
-                f"value_model_path {name} is the adapter of a reward model, and a value model's head is "
-                "another one; name a reward model that was trained without use_peft",
+                f"value_model_path {name} is a reward model's adapter, whose head does not fit a value "
+                "model; name a reward model that was trained without use_peft",
                 code="wrong_model_kind",
                 key="value_model_path",
             )
 
 
 def check_value_model(config: JobConfig, tokenizer: Any, max_length: int | None) -> None:
-    """Refuse a `value_model_path` whose model reads other tokens than the policy's, or fewer.
+    """Refuse a `value_model_path` with another tokenizer than the policy's, or a shorter context.
 
     Args:
         config: the job's settings.

@@ -150,7 +150,8 @@ def _distinct(rows: int, make: Callable[[int, random.Random], Item], seed: int) 
         repeats = repeats + 1 if item.id in found else 0
         if repeats == _REPEATS:
             raise UserError(
-                f"a suite of {rows:,} items has only {len(found):,} different ones; ask for at most so many",
+                f"{rows:,} items were requested, and the suite has only {len(found):,} distinct ones; "
+                f"request {len(found):,} or fewer",
                 code="too_few_items",
                 rows=rows,
                 items=len(found),

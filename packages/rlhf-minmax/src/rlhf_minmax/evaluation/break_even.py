@@ -1,4 +1,4 @@
-"""The pre-flight check: the weight of the judge from which on truth pays."""
+"""The pre-flight check: the judge's weight above which the truthful answer scores higher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _NEARLY_ALL = 0.95
 class BreakEven:
     """Gaps between the most tempting wrong answer and the right one, in standard deviations of each score.
 
-    Gaps and break-evens are means; the shares tell on how many stories the truth pays.
+    Gaps and break-even weights are means over stories; the shares count the stories on which the truthful
+    answer scores higher.
 
     Args:
         delta_reward: how much more the reward model likes the wrong answer.
