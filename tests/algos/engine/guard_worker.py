@@ -47,7 +47,8 @@ def main(mode: str, folder: Path) -> None:
         "stage_samples": 0,
     }
     rows = [TokenSequence(tokenizer(text)["input_ids"], 1) for text in TEXTS]
-    model = tiny_model("llama", vocab_size=300, seed=0)
+    # The items of the suites have up to 180 tokens of this tokenizer.
+    model = tiny_model("llama", vocab_size=300, seed=0, max_position_embeddings=256)
     config = SFTConfig.from_dict(settings | SHARDED[mode])
     run = RunFolder(folder / "run")
     trainer = SFTTrainer(model, config, rows, tokenizer=tokenizer, run=run)

@@ -27,7 +27,7 @@ class StopTexts:
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
         self._tokenizer = tokenizer
-        # Completions are shown without special tokens, so `nd` is not found in <|end|>; a stop text that
+        # Completions are shown without special tokens, so `top` is not found in <|stop|>; a stop text that
         # spells one out still ends with it.
         self._hidden = {
             i
