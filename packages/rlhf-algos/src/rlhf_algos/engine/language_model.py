@@ -19,7 +19,7 @@ from rlhf_algos.configs.online import GRPOConfig, OnlineConfig
 from rlhf_algos.configs.trainer import LanguageModelConfig, PolicyConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.reference_cache import adapter_off_is, with_reference_logps
+from rlhf_algos.engine.reference_cache import Reference, adapter_off_is, with_reference_logps
 from rlhf_algos.engine.start_distance import Score, StartDistance, measurable
 from rlhf_algos.parallel.lockstep import Lockstep
 from rlhf_algos.safeguards.capability import CapabilityGuard
@@ -157,6 +157,10 @@ class LanguageModelTrainer(BaseTrainer[Example]):
             output, loss=loss, sums={**output.sums, "aux_loss": terms * scores.router_loss.detach()}
         )
 
+    def scale_learning_rates(self, factor: float) -> None:
+        """Multiply the learning rates of all steps to come by a factor."""
+        self.trained.scale_learning_rates(factor)
+
     def evaluate(self) -> dict[str, float]:
         """See `BaseTrainer.evaluate`; also `eval_ref_kl`, see `StartDistance`."""
         return super().evaluate() | self.ref_kl()
@@ -284,9 +288,12 @@ class ReferenceTrainer(LanguageModelTrainer[Example]):
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
         if config.precompute_ref_log_probs:
             scorer = self.scorer if ref_model is None else LogpsModule(ref_model)
-            what = self.reference_sequences, self.reference_fields
+            own = scorer is self.scorer
+            reference = Reference(
+                scorer, own, off, self.parallel, self.global_batch_size, micro_batches=self.micro_batches
+            )
             self.examples, self.eval_examples = with_reference_logps(
-                self, scorer, (examples, eval_examples), *what, adapters_off=off
+                reference, (examples, eval_examples), self.reference_sequences, self.reference_fields
             )
             self._ref_model = None
 

@@ -8,7 +8,7 @@ import json
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,34 +18,48 @@ from transformers import PreTrainedConfig
 
 from rlhf_algos.engine.optimizer_step import share_of_step
 from rlhf_algos.engine.step_examples import is_streamed
+from rlhf_algos.parallel.parallel import Parallel
 from rlhf_data import PackedBatch, TokenSequence, atomic_folder, cache_folder
-
-if TYPE_CHECKING:
-    from rlhf_algos.engine.base_trainer import BaseTrainer
 
 _LOG = logging.getLogger(__name__)
 _FILE = "ref_logps.safetensors"
+MicroBatches = Callable[
+    [Sequence[Any], Callable[[Any], Sequence[TokenSequence]]], Iterator[tuple[PackedBatch, list[Any]]]
+]
+"""Cuts examples, of which the second argument gives the sequences; each batch with the examples in it."""
 _NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Entries of a model's config that say nothing about what it computes (its tensors carry their dtype)."""
 
 
+class Reference(NamedTuple):
+    """A reference, and how a process computes its log-probs of its share of the examples."""
+
+    scorer: nn.Module
+    trained: bool
+    """Whether the scorer's weights are those that are trained, and so perhaps sharded."""
+    adapters_off: bool
+    """Whether its adapters change nothing, so that they are left out of the key of the cache."""
+    parallel: Parallel
+    rows_per_batch: int
+    """Examples that a process cuts into micro-batches together."""
+    micro_batches: MicroBatches
+
+
 def with_reference_logps(
-    trainer: BaseTrainer[Any],
-    scorer: nn.Module,
+    reference: Reference,
     sets: Iterable[Any],
     sequences: Callable[[Any], Sequence[TokenSequence]],
     fields: Sequence[str],
-    *,
-    adapters_off: bool,
 ) -> list[Sequence[Any]]:
     """Add the reference's log-probs to sets of examples, from the cache or computed now.
 
     `sequences` gives what the reference scores of an example, as many as there are `fields`, which get the
-    log-probs.
+    log-probs.  Every process must call it.
     """
-    lm: Any = scorer.lm
-    tensors = trainer.parallel.whole_values(lm) if scorer is trainer.scorer else lm.state_dict().items()
-    model = model_hash(lm.config, tensors, without="lora_" if adapters_off else None)
+    lm: Any = reference.scorer.lm
+    parallel = reference.parallel
+    tensors = parallel.whole_values(lm) if reference.trained else lm.state_dict().items()
+    model = model_hash(lm.config, tensors, without="lora_" if reference.adapters_off else None)
     found: list[Sequence[Any]] = []
     for rows in sets:
         if not len(rows):
@@ -53,50 +67,49 @@ def with_reference_logps(
             continue
         shape = (len(rows), len(fields))
         data = rows.fingerprint if is_streamed(rows) else data_hash(sequences(row) for row in rows)
-        key = hashlib.sha256(f"{model} {trainer.parallel.precision} {data}".encode()).hexdigest()
+        key = hashlib.sha256(f"{model} {parallel.precision} {data}".encode()).hexdigest()
         values = load_logps(key, shape)
-        missing = torch.tensor([float(values is None)], device=trainer.device)
-        if float(trainer.sum_over_processes(missing)) or values is None:
+        missing = torch.tensor([float(values is None)], device=parallel.device)
+        if float(parallel.sum(missing)) or values is None:
             _LOG.info("computing the reference's log-probabilities of %d rows, once", len(rows))
-            values = compute_logps(trainer, scorer, rows, sequences, shape)
-            if trainer.parallel.is_main:
+            values = compute_logps(reference, rows, sequences, shape)
+            if parallel.is_main:
                 save_logps(key, values)
-            trainer.parallel.wait()
+            parallel.wait()
         found.append((_StreamReferenced if is_streamed(rows) else _Referenced)(rows, values, fields))
     return found
 
 
 @torch.no_grad()
 def compute_logps(
-    trainer: BaseTrainer[Any],
-    scorer: nn.Module,
+    reference: Reference,
     rows: Any,
     sequences: Callable[[Any], Sequence[TokenSequence]],
     shape: tuple[int, int],
 ) -> Tensor:
     """Log-probs (rows, sequences of a row) under the reference; every process scores a share of the rows."""
-    parallel, step = trainer.parallel, trainer.global_batch_size
-    values = torch.zeros(shape, device=trainer.device)
+    scorer, parallel, size = reference.scorer, reference.parallel, reference.rows_per_batch
+    values = torch.zeros(shape, device=parallel.device)
     was_training = scorer.training
     scorer.eval()
     if not parallel.shards_weights:
-        scorer.to(trainer.device)
+        scorer.to(parallel.device)
 
     def cut(members: Sequence[tuple[int, Any]]) -> Iterator[tuple[PackedBatch, list[Any]]]:
-        return trainer.micro_batches(members, lambda pair: sequences(pair[1]))
+        return reference.micro_batches(members, lambda pair: sequences(pair[1]))
 
-    for first in range(0, len(rows), step * parallel.world_size):
-        start = first + parallel.rank * step
-        own = _numbered(rows, range(start, min(start + step, len(rows))))
+    for first in range(0, len(rows), size * parallel.world_size):
+        start = first + parallel.rank * size
+        own = _numbered(rows, range(start, min(start + size, len(rows))))
         share = share_of_step(own, lambda: _numbered(rows, range(1)), cut, lambda *_: 0, parallel)
         for batch, members, real in share.batches:
-            batch = batch.to(trainer.device)
+            batch = batch.to(parallel.device)
             with contextlib.nullcontext() if parallel.shards_weights else parallel.autocast():
                 logps = batch.sequence_sums(scorer(batch).logps)
             if real:
                 values[[index for index, _ in members]] = logps.view(len(members), -1).float()
     scorer.train(was_training)
-    return trainer.sum_over_processes(values).cpu()
+    return parallel.sum(values).cpu()
 
 
 def adapter_off_is(model: Any) -> bool:

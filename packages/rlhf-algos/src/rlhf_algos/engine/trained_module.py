@@ -120,6 +120,11 @@ class TrainedModule:
         for group, (base, factor) in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = base * factor(self.scheduler.last_epoch)
 
+    def scale_learning_rates(self, factor: float) -> None:
+        """Multiply the learning rates of all steps to come by a factor."""
+        self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
+        self.set_learning_rates()
+
     def create_optimizer(self) -> tuple[Any, Any]:
         """The optimizer over the trained parameters, and its schedule; the module is sharded already."""
         config = self._config

@@ -99,7 +99,7 @@ class TrainingJob(Job):
             self.run.remove_results()  # of the run that is extended
         clock.lap("loading")
         if resume:
-            self._say_where(trainer, trainer.resume())
+            self._say_where(trainer.resume(), trainer.step, trainer.total_steps)
         with contextlib.closing(trainer):
             before = self._before(trainer)
             clock.lap("evaluation")
@@ -119,7 +119,7 @@ class TrainingJob(Job):
             trainer.save_model(self.run.path / "final")
             clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
-        data = describe_rows(rows, trainer) | left_out
+        data = describe_rows(rows, len(trainer.examples), len(trainer.eval_examples)) | left_out
         results |= {"backend": "rlhf", "data": data, "num_tokens": trainer.num_tokens}
         if trainer.parallel.is_main:
             _LOG.info("drawing the curves, writing the model card and the results")
@@ -186,7 +186,7 @@ class TrainingJob(Job):
             "method": self.name,
             "checkpoint": checkpoint.name if checkpoint else None,
             "before" if checkpoint is None else "after": metrics,
-            "data": describe_rows(rows, trainer),
+            "data": describe_rows(rows, len(trainer.examples), len(trainer.eval_examples)),
             "wall_time": clock.split(),
         }
         if trainer.parallel.is_main:
@@ -217,21 +217,16 @@ class TrainingJob(Job):
         _LOG.info("evaluating the trained model on %s held-out rows", f"{len(trainer.eval_examples):,}")
         return trainer.evaluate()
 
-    def _say_where(self, trainer: BaseTrainer[Any], found: bool) -> None:
+    def _say_where(self, found: bool, step: int, total_steps: int) -> None:
         if found:
-            _LOG.info("resumed from step %d of %d", trainer.step, trainer.total_steps)
+            _LOG.info("resumed from step %d of %d", step, total_steps)
         else:
             _LOG.info("there is no checkpoint in %s yet; starting at the first step", self.run.path)
 
 
-def describe_rows(rows: Rows, trainer: BaseTrainer[Any]) -> dict[str, Any]:
-    """Facts about the data for the results."""
-    return {
-        "source": rows.source,
-        "train_rows": len(trainer.examples),
-        "eval_rows": len(trainer.eval_examples),
-        "bad_rows": rows.skipped,
-    }
+def describe_rows(rows: Rows, train: int, held_out: int) -> dict[str, Any]:
+    """Facts about the data for the results: where it is from, and how many rows are used for what."""
+    return {"source": rows.source, "train_rows": train, "eval_rows": held_out, "bad_rows": rows.skipped}
 
 
 def _dtype_name(model: Any) -> str:

@@ -6,13 +6,16 @@ import json
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import PolicyConfig
+from rlhf_algos.parallel.parallel import Parallel
 from rlhf_algos.process_group import broadcast
-from rlhf_data import UserError, atomic_write_json
+from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval.capability import CapabilityReport, CapabilityTester, load_suites
 from rlhf_eval.gates import verdict_of_all
 
@@ -32,6 +35,31 @@ class _Policy:
     tokenizer: Any
 
 
+class _GuardedTraining(Protocol):
+    """What a guard uses of a training; `LanguageModelTrainer` has it."""
+
+    model: Any
+    tokenizer: Any
+    scorer: Any
+    """The wrapped model; its `call` runs a function while sharded weights are whole, layer by layer."""
+    run: RunFolder | None
+    checkpoints: CheckpointManager | None
+    parallel: Parallel
+    device: torch.device
+    step: int
+
+    @property
+    def total_steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    def due(self, every: int | None) -> bool: ...
+    def prepare(self) -> None: ...
+    def scale_learning_rates(self, factor: float) -> None: ...
+    def save_checkpoint(self) -> None: ...
+    def load_checkpoint(self, folder: Path) -> None: ...
+    def after_rollback(self) -> None: ...
+
+
 class CapabilityGuard:
     """Measures suites every N steps, and rolls training back when the model has regressed on one of them.
 
@@ -43,7 +71,7 @@ class CapabilityGuard:
     `max_rollbacks` rollbacks the next regression ends the training.
 
     Args:
-        trainer: a `BaseTrainer`; untyped, because the engine is a layer above the safeguards.
+        trainer: what is trained, with a run folder and a tokenizer.
         config: its settings.
 
     Attributes:
@@ -52,13 +80,14 @@ class CapabilityGuard:
         saves: whether the model was measured at this step and had lost nothing.
     """
 
-    def __init__(self, trainer: Any, config: PolicyConfig) -> None:
-        if trainer.run is None or trainer.tokenizer is None:
+    def __init__(self, trainer: _GuardedTraining, config: PolicyConfig) -> None:
+        if trainer.run is None or trainer.checkpoints is None or trainer.tokenizer is None:
             raise UserError(
                 "capability_steps needs a run folder for checkpoints, and a tokenizer; give the trainer both",
                 code="missing_run_folder",
             )
         self._trainer, self._config = trainer, config
+        self._run, self._checkpoints = trainer.run, trainer.checkpoints
         looks = math.ceil(trainer.total_steps / (config.capability_steps or 1))
         self._tester = CapabilityTester(
             load_suites(config.capability_suites, config.capability_rows),
@@ -82,7 +111,7 @@ class CapabilityGuard:
     def begin(self) -> None:
         """Measure the model before its first step, or read what was measured then."""
         trainer = self._trainer
-        folder = trainer.run.path / START
+        folder = self._run.path / START
         if self._start is not None:
             return
         if broadcast((folder / "results.json").exists()):
@@ -92,7 +121,7 @@ class CapabilityGuard:
         self._start = self._measure()
         if trainer.parallel.is_main:
             self._start.write(folder, step=trainer.step)
-        trainer.checkpoints.pinned = trainer.step
+        self._checkpoints.pinned = trainer.step
         trainer.save_checkpoint()
 
     def look(self) -> dict[str, float]:
@@ -113,9 +142,9 @@ class CapabilityGuard:
         self.saves = not self.lost
         if self.lost:
             reasons = [each.reason for each in verdicts if each.outcome == "fail"]
-            self._note({"step": trainer.step, "to": trainer.checkpoints.pinned, "reasons": reasons})
+            self._note({"step": trainer.step, "to": self._checkpoints.pinned, "reasons": reasons})
         else:
-            trainer.checkpoints.pinned = trainer.step
+            self._checkpoints.pinned = trainer.step
         found = report.summary()
         means = {f"capability/{suite}": found[suite]["mean"] for suite in found}
         return {**means, "rollbacks": self.rollbacks}
@@ -124,16 +153,14 @@ class CapabilityGuard:
         """Return to the last checkpoint without a regression and change the data order and learning rate."""
         events = self._events()
         trainer, last = self._trainer, events[-1]
-        trainer.load_checkpoint(trainer.run.checkpoint_path(last["to"]))
+        trainer.load_checkpoint(self._run.checkpoint_path(last["to"]))
         before, self.rollbacks, self.lost = self.rollbacks, len(events), False
-        factor = _SLOWER ** (self.rollbacks - before)
-        trainer.scheduler.base_lrs = [rate * factor for rate in trainer.scheduler.base_lrs]
-        trainer.trained.set_learning_rates()
+        trainer.scale_learning_rates(_SLOWER ** (self.rollbacks - before))
         torch.manual_seed(trainer.seed + trainer.parallel.rank)
         trainer.after_rollback()
         if trainer.parallel.is_main:
-            trainer.run.drop_checkpoints_after(last["to"])
-            trainer.run.truncate_logs(last["to"])
+            self._run.drop_checkpoints_after(last["to"])
+            self._run.truncate_logs(last["to"])
         trainer.parallel.wait()
         changed = "continues with a new data order and half the learning rate"
         what = "ends with it" if self.ended else changed
@@ -153,12 +180,12 @@ class CapabilityGuard:
 
     def state(self) -> dict[str, Any]:
         """State for checkpoints."""
-        return {"rollbacks": self.rollbacks, "tested": self._trainer.checkpoints.pinned}
+        return {"rollbacks": self.rollbacks, "tested": self._checkpoints.pinned}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Restore the state from a checkpoint; None from one that was written without a guard."""
         self.rollbacks = state["rollbacks"] if state else 0
-        self._trainer.checkpoints.pinned = state["tested"] if state else None
+        self._checkpoints.pinned = state["tested"] if state else None
 
     def _measure(self) -> CapabilityReport:
         """Measure the model as it is now, in the first process for all.
@@ -175,12 +202,12 @@ class CapabilityGuard:
         return CapabilityReport(tuple(broadcast(rows)))
 
     def _events(self) -> list[dict[str, Any]]:
-        path = self._trainer.run.path / ROLLBACKS
+        path = self._run.path / ROLLBACKS
         return broadcast(json.loads(path.read_text(encoding="utf-8")) if path.exists() else [])
 
     def _note(self, event: dict[str, Any]) -> None:
         """Record a rollback before carrying it out, so that a killed run does so when it is resumed."""
         events = [*self._events(), event]
         if self._trainer.parallel.is_main:
-            atomic_write_json(self._trainer.run.path / ROLLBACKS, events)
+            atomic_write_json(self._run.path / ROLLBACKS, events)
         self._trainer.parallel.wait()
