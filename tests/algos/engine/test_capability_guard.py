@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from raises import raises_error
-from rlhf_algos import SFTConfig, SFTTrainer
+from rlhf_algos import METHODS, SFTConfig, SFTTrainer
+from rlhf_algos.jobs.dry_run import plan_training
 from rlhf_algos.safeguards.capability import ROLLBACKS, START
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_models.loading.tiny import tiny_model, train_byte_tokenizer
@@ -76,6 +77,19 @@ def _damage(
         return found
 
     patch.setattr(trainer, "train_step", damaged)
+
+
+@pytest.mark.parametrize(("suite", "code"), [("stories", "context_too_short"), ("nosuch", "unknown_suite")])
+def test_a_dry_run_reads_the_suites(suite: str, code: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=300)  # its context holds 128 tokens, and a story needs 180
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    start = {"model_name_or_path": str(tmp_path / "model"), "train_data": str(tmp_path / "rows.jsonl")}
+    settings = {**start, "max_length": 64, "capability_suites": [suite]}
+    plan_training("sft", METHODS["sft"].job_config.from_dict(settings))
+    with raises_error(code):
+        plan_training("sft", METHODS["sft"].job_config.from_dict({**settings, "capability_steps": 2}))
 
 
 def test_damage_is_undone_and_training_goes_another_way(make: Any, damage: Damage, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from raises import raises_error
 from rlhf_algos import METHODS
@@ -51,6 +52,18 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "lm")
     with raises_error("wrong_model_kind"):
         check_parts(config(tmp_path / "lm"))
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_classifier_of_two_labels_is_refused(kind: Any, tmp_path: Path) -> None:
+    shape = tiny_model("llama", vocab_size=len(TOKENIZER)).config
+    shape.num_labels = 2
+    kind.from_config(shape).save_pretrained(tmp_path / "two")
+    TOKENIZER.save_pretrained(tmp_path / "two")
+    with raises_error("several_labels"):
+        check_parts(config(tmp_path / "two"))
+    with raises_error("several_labels"):
+        check_parts(METHODS["ppo"].job_config.from_dict({"reward": [str(tmp_path / "two")]}))
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path) -> None:

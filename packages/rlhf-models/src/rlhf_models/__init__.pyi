@@ -30,7 +30,6 @@ from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
 from rlhf_models.device_manager import make_deterministic as make_deterministic
 from rlhf_models.heads.classifiers import brings_head as brings_head
-from rlhf_models.heads.classifiers import check_scoring_model as check_scoring_model
 from rlhf_models.heads.classifiers import head_of as head_of
 from rlhf_models.heads.classifiers import share_trunk as share_trunk
 from rlhf_models.heads.ensemble import ENSEMBLE_FILE as ENSEMBLE_FILE
@@ -44,6 +43,7 @@ from rlhf_models.heads.reward import JudgeModel as JudgeModel
 from rlhf_models.heads.reward import RewardModel as RewardModel
 from rlhf_models.heads.reward import ScalarModel as ScalarModel
 from rlhf_models.heads.reward import encode_scored as encode_scored
+from rlhf_models.heads.scalar_model import check_scoring_model as check_scoring_model
 from rlhf_models.heads.value import ValueHead as ValueHead
 from rlhf_models.heads.value import ValueModel as ValueModel
 from rlhf_models.kernels.compile import compile_model as compile_model

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from rlhf_algos.configs.trainer import PolicyConfig
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
 from rlhf_algos.engine.step_examples import examples_at, order_of
 from rlhf_algos.jobs.chat_setup import set_chat_format
@@ -41,6 +42,7 @@ from rlhf_algos.parallel.memory_plan import (
 )
 from rlhf_algos.parallel.precision import HALF, choose_precision
 from rlhf_algos.process_group import world_size
+from rlhf_algos.safeguards.capability import check_suites
 from rlhf_data import (
     PromptExample,
     StepTokens,
@@ -104,6 +106,8 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
     generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
     max_length = longest_sequence(model.config, config.max_length, generates=generates)
     check_value_model(config, tokenizer, max_length)
+    if isinstance(config, PolicyConfig) and config.capability_steps:
+        check_suites(config, model, tokenizer)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
     global_batch_size = rows_per_step(config, machine.processes)
     per_epoch = math.ceil(len(train) / global_batch_size)

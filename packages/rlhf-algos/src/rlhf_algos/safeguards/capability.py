@@ -60,6 +60,18 @@ class _GuardedTraining(Protocol):
     def after_rollback(self) -> None: ...
 
 
+def check_suites(config: PolicyConfig, model: Any, tokenizer: Any, *, looks: int = 1) -> CapabilityTester:
+    """The suites of a training, which a model's context must hold; it needs no weights.
+
+    Raises:
+        UserError: a suite cannot be read, or an item is too long.
+    """
+    suites = load_suites(config.capability_suites, config.capability_rows)
+    tester = CapabilityTester(suites, margin=config.capability_margin, alpha=_ALPHA / looks)
+    tester.check(_Policy(model, tokenizer))
+    return tester
+
+
 class CapabilityGuard:
     """Measures suites every N steps, and rolls training back when the model has regressed on one of them.
 
@@ -89,11 +101,7 @@ class CapabilityGuard:
         self._trainer, self._config = trainer, config
         self._run, self._checkpoints = trainer.run, trainer.checkpoints
         looks = math.ceil(trainer.total_steps / (config.capability_steps or 1))
-        self._tester = CapabilityTester(
-            load_suites(config.capability_suites, config.capability_rows),
-            margin=config.capability_margin,
-            alpha=_ALPHA / looks,
-        )
+        self._tester = check_suites(config, trainer.model, trainer.tokenizer, looks=looks)
         self._start: CapabilityReport | None = None
         self.rollbacks = 0
         self.lost = self.saves = False

@@ -99,6 +99,17 @@ class CapabilityTester:
         self.suites = {name: _once(name, items) for name, items in given.items()}
         self.max_new_tokens, self.margin, self.alpha = max_new_tokens, margin, alpha
 
+    def check(self, policy: Policy) -> None:
+        """Check that a policy's context holds every item; it needs no weights.
+
+        Raises:
+            UserError: it does not hold one.
+        """
+        for items in self.suites.values():
+            self._prompts(policy, [item for item in items if item.how == "written"])
+            _tokens(policy, _choices([item for item in items if item.how == "choice"]))
+            _tokens(policy, [("", item.choices[0]) for item in items if item.how == "likelihood"])
+
     def run(self, policy: Policy, progress: Progress = no_progress) -> CapabilityReport:
         """Measure a policy, such as that of `rlhf_eval.evaluation.load_policy`.
 
@@ -155,7 +166,16 @@ class CapabilityTester:
             return []
         engine = TransformersEngine(policy.model, policy.tokenizer)
         params = SamplingParams(self.max_new_tokens, temperature=0)
-        prompts = [
+        prompts = self._prompts(policy, items)
+        texts = []
+        for start in range(0, len(prompts), _BATCH):
+            for group in engine.generate(prompts[start : start + _BATCH], 1, params):
+                texts.append(policy.tokenizer.decode(group[0].completion_ids, skip_special_tokens=True))
+        return [{"score": item.score(text), "written": text} for item, text in zip(items, texts, strict=True)]
+
+    def _prompts(self, policy: Policy, items: Sequence[Item]) -> list[list[int]]:
+        """Token ids of items that are answered freely."""
+        return [
             prompt_ids(
                 policy.tokenizer,
                 policy.model,
@@ -164,11 +184,6 @@ class CapabilityTester:
             )
             for item in items
         ]
-        texts = []
-        for start in range(0, len(prompts), _BATCH):
-            for group in engine.generate(prompts[start : start + _BATCH], 1, params):
-                texts.append(policy.tokenizer.decode(group[0].completion_ids, skip_special_tokens=True))
-        return [{"score": item.score(text), "written": text} for item, text in zip(items, texts, strict=True)]
 
 
 def _once(suite: str, items: Sequence[Item]) -> list[Item]:
@@ -183,14 +198,18 @@ def _once(suite: str, items: Sequence[Item]) -> list[Item]:
 
 def _chosen(policy: Policy, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Whether the right choice is the likeliest continuation."""
-    pairs = [(item.prompt, choice) for item in items for choice in item.choices]
-    scores = iter(_logps(policy, pairs))
+    scores = iter(_logps(policy, _choices(items)))
     found = []
     for item in items:
         logps = [next(scores) for _ in item.choices]
         best = max(range(len(logps)), key=logps.__getitem__)
         found.append({"score": float(best == item.answer), "written": item.choices[best]})
     return found
+
+
+def _choices(items: Sequence[Item]) -> list[tuple[str, str]]:
+    """Each item's prompt with each of its choices."""
+    return [(item.prompt, choice) for item in items for choice in item.choices]
 
 
 def _likely(policy: Policy, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -202,8 +221,15 @@ def _likely(policy: Policy, items: Sequence[Item]) -> list[dict[str, Any]]:
 
 def _logps(policy: Policy, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Log-probabilities of continuations after their contexts; an empty one is the text's first token."""
-    from rlhf_data import Encoder
     from rlhf_eval.harness.scoring import score_continuations
+
+    ids = _tokens(policy, pairs)
+    return [each.logp for each in score_continuations(policy.model, ids, max_tokens=_MAX_TOKENS)]
+
+
+def _tokens(policy: Policy, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of contexts and continuations, see `_logps`."""
+    from rlhf_data import Encoder
     from rlhf_models import check_prompt_fits
 
     encoder = Encoder(policy.tokenizer)
@@ -221,4 +247,4 @@ def _logps(policy: Policy, pairs: Sequence[tuple[str, str]]) -> list[float]:
         what = f"the item {(context or continuation)[:40]!r} of a suite, with its continuation,"
         check_prompt_fits(policy.model, len(before) + len(after), what)
         ids.append((before, after))
-    return [each.logp for each in score_continuations(policy.model, ids, max_tokens=_MAX_TOKENS)]
+    return ids

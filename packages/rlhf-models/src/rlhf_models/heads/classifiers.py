@@ -344,22 +344,6 @@ def stored_head(config: PreTrainedConfig) -> Head | None:
     return getattr(config, "score_head", None)
 
 
-def check_scoring_model(name_or_path: str | Path) -> None:
-    """Refuse a language model where one with a score is expected, by its config alone.
-
-    Raises:
-        UserError: it is one, or the config cannot be loaded.
-    """
-    config = load_config(name_or_path)
-    made = getattr(config, "architectures", None) or []
-    if made and stored_head(config) is None:
-        raise UserError(
-            f"model {name_or_path} is a language model ({', '.join(made)}) and has no score; name a reward "
-            "model, such as the final folder of a run of `rlhf-train reward`",
-            code="wrong_model_kind",
-        )
-
-
 def _set_outputs(config: PreTrainedConfig, outputs: int, pad_token_id: int | None) -> None:
     config.num_labels = outputs
     config.pad_token_id = pad_token_id

@@ -21,10 +21,12 @@ from rlhf_models.heads.classifiers import (
     load_classifier,
     run_head,
     save_classifier,
+    stored_head,
 )
 from rlhf_models.language_model.logps import check_packing, hidden_states
 from rlhf_models.loading.checkpointing import recompute_layers
 from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits, load_fitting_state
+from rlhf_models.loading.pretrained import load_config
 from rlhf_models.loading.shards import ShardUnit
 
 
@@ -41,11 +43,7 @@ class HeadModel(ShardUnit, nn.Module):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__()
         if model.config.num_labels != 1:
-            raise UserError(
-                f"{type(model).__name__} with {model.config.num_labels} labels gives no single score; "
-                "expected a classification model with num_labels 1",
-                code="several_labels",
-            )
+            raise _several_labels(type(model).__name__, model.config.num_labels)
         head_of(model)
         check_tokenizer_fits(model.config, tokenizer)
         self.model: Any = prepare_for_packing(model)
@@ -174,3 +172,29 @@ def scores_of(
         parts.append(forward(batch.to(model.device)).cpu())
         order.append(batch.sequence_ids)
     return torch.cat(parts, dim=-1)[..., torch.cat(order).argsort()]
+
+
+def check_scoring_model(name_or_path: str | Path) -> None:
+    """Refuse, by its config alone, a model that gives no single score.
+
+    Raises:
+        UserError: it is a language model or has several labels, or the config cannot be loaded.
+    """
+    config = load_config(name_or_path)
+    made = getattr(config, "architectures", None) or []
+    if made and stored_head(config) is None:
+        raise UserError(
+            f"model {name_or_path} is a language model ({', '.join(made)}) and has no score; name a reward "
+            "model, such as the final folder of a run of `rlhf-train reward`",
+            code="wrong_model_kind",
+        )
+    if made and config.num_labels != 1:
+        raise _several_labels(f"{name_or_path}, a {made[0]},", config.num_labels)
+
+
+def _several_labels(what: str, labels: int | None) -> UserError:
+    return UserError(
+        f"{what} with {labels} labels gives no single score; "
+        "expected a classification model with num_labels 1",
+        code="several_labels",
+    )
