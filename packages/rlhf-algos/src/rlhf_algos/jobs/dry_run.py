@@ -105,9 +105,7 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     generates = isinstance(config, OnlineJobConfig) and not config.use_vllm
     max_length = longest_sequence(model.config, config.max_length, generates=generates)
-    check_value_model(config, tokenizer, max_length)
-    if isinstance(config, PolicyConfig) and config.capability_steps:
-        check_suites(config, model, tokenizer)
+    _check_fit(config, model, tokenizer, max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
     global_batch_size = rows_per_step(config, machine.processes)
     per_epoch = math.ceil(len(train) / global_batch_size)
@@ -139,6 +137,13 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
             *_example_rows(config, next(iter(train)), tokenizer),
         ],
     }
+
+
+def _check_fit(config: JobConfig, model: Any, tokenizer: Any, max_length: int | None) -> None:
+    """Refuse a value model or capability suites that do not go with the policy."""
+    check_value_model(config, tokenizer, max_length)
+    if isinstance(config, PolicyConfig) and config.capability_steps:
+        check_suites(config, model, tokenizer)
 
 
 def _named(dtype: torch.dtype, precision: str) -> str:
