@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from rlhf_eval.stats import (
     verdict_difference,
     wilson,
 )
-from rlhf_eval.stats.interval import MOST_UNITS, Interval, t_quantile, unit_codes
+from rlhf_eval.stats.interval import MOST_UNITS, Interval, t_quantile, t_two_sided, unit_codes
 
 
 def test_wilson_by_hand() -> None:
@@ -139,17 +138,23 @@ def test_few_units_get_student_s_interval(units: int) -> None:
     found = paired_difference(values[:, 0], values[:, 1])
     expected = oracle.ttest_rel(values[:, 0], values[:, 1])
     low, high = expected.confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((low, high), rel=0.01)
-    assert found.p_value == pytest.approx(expected.pvalue, rel=0.02)
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-6)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
     assert found.method == "Student's t"
 
 
-def test_the_t_quantile_is_scipy_s() -> None:
-    for degrees in (1, 2):
-        assert t_quantile(0.975, degrees) == pytest.approx(oracle.t.ppf(0.975, degrees), rel=1e-9)
-    for degrees in (3, 4, 9, 30):
-        assert t_quantile(0.975, degrees) == pytest.approx(oracle.t.ppf(0.975, degrees), rel=0.01)
-    assert t_quantile(0.9, 1e9) == pytest.approx(NormalDist().inv_cdf(0.9))
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30, 100, 101, 5000])
+def test_quantiles_and_tails_of_t_are_scipy_s(degrees: int) -> None:
+    for probability in (0.025, 0.6, 0.975, 0.995, 0.9995):
+        quantile = t_quantile(probability, degrees)
+        assert quantile == pytest.approx(oracle.t.ppf(probability, degrees), rel=1e-6)
+        assert t_two_sided(quantile, degrees) == pytest.approx(2 * oracle.t.sf(quantile, degrees), abs=1e-12)
+    assert t_quantile(0.5, degrees) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_quantile_of_t_is_that_of_the_tables() -> None:
+    # Abramowitz & Stegun 1964, table 26.10: 97.5% points for 3, 5 and 10 degrees of freedom.
+    assert [round(t_quantile(0.975, n), 3) for n in (3, 5, 10)] == [3.182, 2.571, 2.228]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ def test_advantages_over_a_critic_by_hand(make_player, monkeypatch):
     torch.testing.assert_close(part.returns, torch.tensor([2.5, 3.0, -1.0]))
 
 
+def test_one_token_over_a_critic_has_no_advantage(make_player):
+    optimizer = make_player(baseline="critic")
+    (part,) = optimizer._prepare([Rollout([5, 6], [7], [0.0], "stop")], torch.tensor([3.0]))
+    assert part.advantages.tolist() == [0.0]  # its deviation from the mean; there is no variance of one
+
+
 def test_a_critic_learns_what_completions_are_worth(make_player):
     optimizer = make_player(baseline="critic", vf_coef=1.0)
     rows = logps(optimizer.player, COMPLETIONS)

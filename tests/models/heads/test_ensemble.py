@@ -174,6 +174,8 @@ def test_scores_of_texts_are_aggregated(tiny_model_folder, byte_tokenizer):
     torch.testing.assert_close(
         ensemble.score(PROMPTS, COMPLETIONS, aggregate="mean_minus_std", k=2.0), expected
     )
+    assert ensemble.scores([], []).shape == (3, 0)
+    assert ensemble.score([], []).shape == ensemble.score([], [], aggregate="min").shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_algos.advantages import zero_std_fraction
 from rlhf_data import PromptExample, TokenSequence, as_completion
 from rlhf_infer import Rollout, Samples, goes_on_after, space_between
 
@@ -207,8 +208,8 @@ def rollout_metrics(table: StepTable) -> dict[str, float]:
     if table.num_generations > 1:
         by_prompt = table.total.view(-1, table.num_generations)
         metrics["reward_std"] = float(by_prompt.std(1).mean())
-        same = (by_prompt == by_prompt[:, :1]).all(1)
-        metrics["frac_reward_zero_std"] = float(same.float().mean())
+        groups = torch.arange(len(table.total), device=table.total.device) // table.num_generations
+        metrics["frac_reward_zero_std"] = float(zero_std_fraction(table.total, groups))
     for name, values in zip(table.names, table.rewards, strict=True):
         known = values[~values.isnan()]
         if len(known):

@@ -16,7 +16,7 @@ from rlhf_eval.stats import (
     probability_of_improvement,
     two_sample_difference,
 )
-from rlhf_eval.stats.interval import bisect_range, t_quantile
+from rlhf_eval.stats.interval import t_quantile, t_two_sided
 
 _RESAMPLES = 10_000
 
@@ -113,11 +113,6 @@ def _difference(first: np.ndarray, second: np.ndarray, level: float) -> Interval
         return found
     degrees = len(spread[0]) - 1  # Welch's (1947), with no variance in the other group
     half = t_quantile((1 + level) / 2, degrees) * found.standard_error
-    p_value = _two_sided(abs(found.estimate) / found.standard_error, degrees)
+    p_value = t_two_sided(abs(found.estimate) / found.standard_error, degrees)
     low, high = found.estimate - half, found.estimate + half
     return replace(found, low=low, high=high, method="Welch's t", p_value=p_value)
-
-
-def _two_sided(statistic: float, degrees: int) -> float:
-    """The p-value of Student's t, by bisection of its quantile."""
-    return 2 * (1 - bisect_range(0.5, 1.0, lambda level: t_quantile(level, degrees) < statistic, steps=39)[0])

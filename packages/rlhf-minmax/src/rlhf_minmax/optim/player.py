@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos import Observers, learning_rate_factor
-from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
+from rlhf_algos.advantages import (
+    gae,
+    group_baseline,
+    leave_one_out,
+    moments,
+    scale_by_std,
+    standardise_with,
+    zero_std_fraction,
+)
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
 from rlhf_algos.process_group import all_gather, all_reduce, all_reduce_max, is_main_process, shard
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
@@ -220,8 +228,8 @@ class PlayerOptimizer:
         every = torch.tensor(
             all_gather([a for part in found if part.weight for a in part.advantages.tolist()])
         )
-        mean, std = float(every.mean()), float(every.std().clamp(min=1e-6))
-        return [replace(part, advantages=(part.advantages - mean) / std) for part in found]
+        over_all = moments(every).to(self.player.device)
+        return [replace(part, advantages=standardise_with(part.advantages, over_all)) for part in found]
 
     def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
         """Gradient of the mean loss over all processes' tokens, clipped, and what was measured on the way."""

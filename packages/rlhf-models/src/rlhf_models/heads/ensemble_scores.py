@@ -87,6 +87,8 @@ class EnsembleScores(ShardUnit, nn.Module, ABC):
 
         `max_tokens`: budget in tokens for one forward pass; None runs all at once.
         """
+        if not prompts:
+            return torch.empty(self.size, 0)
         pairs = zip(prompts, completions, strict=True)
         ids = [encode_scored(self.tokenizer, *pair, append_eos=self.append_eos) for pair in pairs]
         what = "a text to be scored by the ensemble"
@@ -119,5 +121,6 @@ def aggregate_scores(scores: torch.Tensor, aggregate: Aggregate, *, k: float = 1
     check_choice("aggregate", aggregate, get_args(Aggregate))
     if aggregate == "min":
         return scores.amin(0)
-    mean, std = scores.mean(0), scores.std(0, correction=0)
+    mean = scores.mean(0)
+    std = (scores - mean).square().mean(0).sqrt()
     return {"mean": mean, "std": std, "mean_minus_std": mean - k * std}[aggregate]
