@@ -25,14 +25,18 @@ SEED, N = 5, 12
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward function in a file that writes down what it scores."""
+    """A reward function in a file that writes down what it scores.
+
+    Weighted votes by these probabilities have another winner than votes by their sigmoids.
+    """
     path = tmp_path_factory.mktemp("reward") / "letters.py"
     path.write_text(
         "import json\n"
         "def letters(completions):\n"
         f"    with open({str(path.with_suffix('.seen'))!r}, 'a') as file:\n"
         "        file.write(''.join(json.dumps(text) + '\\n' for text in completions))\n"
-        "    return [sum(map(ord, text)) % 97 / 10 for text in completions]\n"
+        "    return [0.9 if sum(map(ord, text)) % 3 == 2 else len(text) / 999 for text in completions]\n"
+        "letters.is_probability = True\n"
     )
     return path
 

@@ -18,6 +18,7 @@ from rlhf_infer import (
     SamplingParams,
     Selected,
     TransformersEngine,
+    select,
 )
 from rlhf_infer.engines.stop_strings import until_stop
 from rlhf_infer.rewards import RewardFunctions
@@ -57,6 +58,22 @@ def seen(selected: list[Selected]) -> list[Any]:
         (s.prompt, [(c.index, c.text, c.rollout.completion_ids) for c in s.candidates], s.ranking)
         for s in selected
     ]
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_weighted_votes_are_probabilities_where_a_reward_says_so(
+    engine: TransformersEngine, certain: bool
+) -> None:
+    def rarely(completions: list[str]) -> list[float]:
+        return [(len(text) % 7 / 6) ** 4 for text in completions]
+
+    rarely.is_probability = certain  # pyright: ignore[reportFunctionMemberAccess]
+    results = sampler(engine, rarely, selection="weighted", extract=lambda text: text[:1]).sample(PROMPTS)
+    by_kind = [
+        [select(each.candidates, "weighted", probabilities=kind) for each in results]
+        for kind in (False, True)
+    ]
+    assert by_kind[0] != by_kind[1] and [each.ranking for each in results] == by_kind[certain]
 
 
 def test_candidates_scores_and_ranking(engine: TransformersEngine, reward: RewardModel) -> None:

@@ -58,6 +58,13 @@ def test_weighted_votes_add_up_a_verifiers_probabilities() -> None:
     assert select(candidates((None, "a"), (None, "b"), (None, "b")), "weighted") == (1, 2, 0)
 
 
+def test_probabilities_are_votes_as_they_are() -> None:
+    # .1 + .1 + .1 < .9, but sigmoid(.1) = .525, three times, > sigmoid(.9) = .711.
+    rows = candidates((0.1, "a"), (0.1, "a"), (0.1, "a"), (0.9, "b"), (None, "a"))
+    assert select(rows, "weighted", probabilities=True)[0] == 3
+    assert select(rows, "weighted")[0] == 0
+
+
 def test_no_selection_keeps_the_order_of_drawing() -> None:
     rows = candidates((1.0, "a"), (3.0, None), (None, "a"))
     assert select(rows, "none") == (0, 1, 2) and select(rows[::-1], "none") == (2, 1, 0)

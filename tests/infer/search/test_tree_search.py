@@ -23,8 +23,10 @@ from rlhf_infer import (
     TreeSearch,
     path_scorer,
     read_trees,
+    select,
     write_trees,
 )
+from rlhf_infer.rewards import RewardFunctions
 from rlhf_infer.search.scorers import RewardScorer, packed_tokens
 from rlhf_infer.search.settings import SearchStrategy
 from rlhf_models import ProcessRewardModel, RewardModel, ValueModel
@@ -208,6 +210,28 @@ def test_a_verifier_scores_what_is_finished_and_a_checker_ends_it(engine: Transf
     # The first finished completion is enough.
     early = searching(engine, vowels, stop_score=-1.0, budget_tokens=5000)
     assert all(0 < result.tree.spent < 5000 for result in early.run(PROMPTS))
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_weighted_votes_take_a_bounded_scorers_probabilities(
+    engine: TransformersEngine, bounded: bool
+) -> None:
+    def rare(text: str) -> str:
+        return str(len(text) % 4 == 0)
+
+    def probability(completions: list[str]) -> list[float]:
+        return [0.9 if rare(text) == "True" else 0.05 for text in completions]
+
+    scorer = RewardScorer(RewardFunctions([probability]))
+    scorer.bounded = scorer.gives_probability = bounded
+    weighted = SETTINGS.model_copy(update={"selection": "weighted", "budget_tokens": 300})
+    search = TreeSearch(engine, scorer, engine.tokenizer, weighted, PARAMS, extract=rare)
+    results = [each.selected for each in search.run(PROMPTS)]
+    by_kind = [
+        [select(each.candidates, "weighted", probabilities=kind) for each in results]
+        for kind in (False, True)
+    ]
+    assert by_kind[0] != by_kind[1] and [each.ranking for each in results] == by_kind[bounded]
 
 
 def test_settings_that_make_no_sense_are_refused(engine: TransformersEngine) -> None:

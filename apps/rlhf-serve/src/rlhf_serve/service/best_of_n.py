@@ -91,6 +91,7 @@ class BestOfNService:
             request.selection,
             self._extract if request.selection in VOTES else None,
             request.stopping,
+            probabilities=self.scoring is not None and self.scoring.rewards.gives_probability,
         )
         search = BestOfNSearch(request.prompt, request.prompt_ids, rules)
         while count := search.next_samples():

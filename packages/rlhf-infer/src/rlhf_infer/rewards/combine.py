@@ -109,9 +109,10 @@ class RewardFunctions:
     one list of rewards per name; `components()`, if it combines several functions with weights of their
     own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if next to a checker it is only for
     answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`;
-    `may_leave_out`, if its None may mean that it could not tell, as of a judge behind an API. A completion
-    that only such a function might have scored gets the mean total of its prompt's other completions, or of
-    the batch's, and the metric `unscored` is the share of these.
+    `is_probability`, if it gives the probability that a completion is right; `may_leave_out`, if its None
+    may mean that it could not tell, as of a judge behind an API. A completion that only such a function might
+    have scored gets the mean total of its prompt's other completions, or of the batch's, and the metric
+    `unscored` is the share of these.
 
     Args:
         functions: at least one.
@@ -155,6 +156,11 @@ class RewardFunctions:
         """Weights of the rows."""
         self.may_leave_out: bool = any(getattr(s.function, "may_leave_out", False) for s in sources)
         """Whether None may mean of one of them that it could not tell."""
+        probabilities = all(getattr(s.function, "is_probability", False) for s in sources)
+        self.gives_probability: bool = (
+            probabilities and min(self.weights) >= 0 and math.isclose(sum(self.weights), 1)
+        )
+        """Whether the total is the probability that a completion is right, not a logit or a score."""
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:

@@ -122,7 +122,8 @@ def user_function(function: RewardFunction | str, options: Mapping[str, Any]) ->
                 code="reward_not_made",
             ) from error
     elif options:
-        found = functools.partial(found, **options)
+        plain, found = found, functools.partial(found, **options)
+        vars(found).update(vars(plain))
     if not callable(found):
         raise UserError(
             f"reward {function} is a {type(found).__name__}; expected a function", code="not_a_function"
@@ -131,7 +132,10 @@ def user_function(function: RewardFunction | str, options: Mapping[str, Any]) ->
 
 
 class _Named:
-    """A user's function under its name; `inspect.unwrap` and `inspect.signature` see the function itself."""
+    """A user's function under its name, with its attributes such as `state` and `is_probability`.
+
+    `inspect.unwrap` and `inspect.signature` see the function itself.
+    """
 
     def __init__(self, function: RewardFunction) -> None:
         self.__wrapped__ = function
@@ -139,6 +143,11 @@ class _Named:
 
     def __call__(self, /, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # of a copy, before it has any attribute
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
 
 
 def _built(rule: str, builder: Builder, options: dict[str, Any]) -> RewardFunction:

@@ -62,7 +62,8 @@ class BestOfNSampler:
         self.scorer = _reward_functions(scorer)
         self.n, self.params, self.adaptive = n, params, adaptive
         stopping = adaptive if isinstance(adaptive, ConfidenceBasedStopping) else None
-        self.rules = SearchRules(n, params, tokenizer, selection, extract, stopping)
+        probabilities = self.scorer is not None and self.scorer.gives_probability
+        self.rules = SearchRules(n, params, tokenizer, selection, extract, stopping, probabilities)
         self._encoder = Encoder(tokenizer)
 
     def sample(

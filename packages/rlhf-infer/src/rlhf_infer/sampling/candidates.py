@@ -116,22 +116,29 @@ class Selected:
 
 
 def select(
-    candidates: Sequence[Candidate], selection: Selection, *, extract: Extract | None = None
+    candidates: Sequence[Candidate],
+    selection: Selection,
+    *,
+    extract: Extract | None = None,
+    probabilities: bool = False,
 ) -> tuple[int, ...]:
     """Rank candidates.
 
     - "best": by score; of equal ones the lower index first; candidates without a score last.
     - "majority": by the number of candidates with the same answer, whatever their scores, then by score, then
       by index; candidates without an answer last (self-consistency, arXiv:2203.11171).
-    - "weighted": the same, each vote weighted by sigmoid(score), a verifier's probability that the candidate
-      is right (arXiv:2206.02336, section 3.2, which adds up these probabilities). A candidate without a score
-      has no weight next to scored ones; without any score it is a plain majority.
+    - "weighted": the same, each vote weighted by a verifier's probability that the candidate is right
+      (arXiv:2206.02336, section 3.2, which adds up these probabilities): the score, or its sigmoid if scores
+      are logits. A candidate without a score has no weight next to scored ones; without any score it is a
+      plain majority.
     - "none": as they were drawn.
 
     Args:
         candidates: of one prompt.
         selection: see above.
         extract: for votes, finds a text's answer; None takes the candidates' own `answer`.
+        probabilities: whether scores are probabilities in [0, 1], as those of process reward models, judges
+            and checkers of answers are; otherwise they are logits.
 
     Returns:
         Places in `candidates`, the winner's first.
@@ -146,7 +153,7 @@ def select(
     answers: list[str | None] = [None] * len(candidates)
     if selection in VOTES:
         answers = [c.answer if extract is None else extract(c.text) for c in candidates]
-        weights = _votes(candidates, selection)
+        weights = _votes(candidates, selection, probabilities)
     totals = answer_weights(answers, weights)
 
     def rank(place: int) -> tuple[float, float, int]:
@@ -178,9 +185,11 @@ def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> d
     }
 
 
-def _votes(candidates: Sequence[Candidate], selection: str) -> list[float]:
+def _votes(candidates: Sequence[Candidate], selection: str, probabilities: bool) -> list[float]:
     """The weight of each candidate's vote."""
     if selection == "majority" or all(c.score is None for c in candidates):
         return [1.0] * len(candidates)
+    if probabilities:
+        return [c.score or 0.0 for c in candidates]
     # sigmoid(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
     return [0.0 if c.score is None else (1 + math.tanh(c.score / 2)) / 2 for c in candidates]

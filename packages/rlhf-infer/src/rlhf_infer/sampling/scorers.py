@@ -41,6 +41,8 @@ class ProcessReward:
         UserError: another aggregate.
     """
 
+    is_probability = True
+
     def __init__(
         self,
         model: ProcessRewardModel,

@@ -26,6 +26,7 @@ class SearchRules:
         selection: see `select`.
         extract: finds the answer in a completion's text; None leaves `Candidate.answer` empty.
         stopping: ends a prompt's sampling early; None draws `n`.
+        probabilities: what scores are, for `select`.
     """
 
     n: int
@@ -34,6 +35,7 @@ class SearchRules:
     selection: Selection = "best"
     extract: Extract | None = None
     stopping: ConfidenceBasedStopping | None = None
+    probabilities: bool = False
 
     def __post_init__(self) -> None:
         if self.stopping is not None:
@@ -155,7 +157,7 @@ class BestOfNSearch:
             scored_tokens=self._scored_tokens,
             saved_samples=self.rules.n - drawn,
         )
-        ranking = select(self.candidates, self.rules.selection)
+        ranking = select(self.candidates, self.rules.selection, probabilities=self.rules.probabilities)
         return Selected(self.prompt, tuple(self.candidates), ranking, cost)
 
 

@@ -70,6 +70,8 @@ def selected(
     text: Callable[[Sequence[int]], str],
     selection: Selection,
     extract: Extract | None,
+    *,
+    probabilities: bool,
 ) -> Selected:
     """The candidates of a tree and their order.
 
@@ -78,6 +80,7 @@ def selected(
         text: decodes a completion.
         selection: see `rlhf_infer.select`.
         extract: finds a text's answer.
+        probabilities: what scores are, see `rlhf_infer.select`.
     """
     drawn = [child for node in tree.nodes for child in node.draws]
     leaves = [child for child in drawn if not tree.nodes[child].draws]
@@ -91,7 +94,8 @@ def selected(
         completion_tokens=tree.spent,
         scored_tokens=packed_tokens(reached),
     )
-    return Selected(tree.prompt, tuple(candidates), select(candidates, selection), cost)
+    ranking = select(candidates, selection, probabilities=probabilities)
+    return Selected(tree.prompt, tuple(candidates), ranking, cost)
 
 
 def _candidate(

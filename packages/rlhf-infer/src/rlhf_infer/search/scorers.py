@@ -168,6 +168,8 @@ class RewardScorer:
     def __init__(self, functions: RewardFunctions, *, bounded: bool = False) -> None:
         self.functions, self.bounded = functions, bounded
         self.name = "+".join(functions.names)
+        self.gives_probability = bounded or functions.gives_probability
+        """Whether it is the probability that a path is right, for weighted votes."""
 
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:
         """Scores of B paths."""

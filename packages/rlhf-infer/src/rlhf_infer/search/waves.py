@@ -311,7 +311,10 @@ class SearchWaves:
 
     def _selected(self, search: _Search) -> tuple[SearchTree, Selected]:
         tree, text = search.tree, partial(self._text, search.tree)
-        return tree, selected(tree, text, self.settings.selection, self.extract)
+        finished = any(node.terminal is not None for node in tree.nodes)
+        judge = self.verifier if self.verifier and finished else self.scorer
+        probabilities = getattr(judge, "gives_probability", judge.bounded)
+        return tree, selected(tree, text, self.settings.selection, self.extract, probabilities=probabilities)
 
 
 def _as_draw(rollout: Rollout) -> Draw:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from rlhf_data import QARecord, Text, UserError, check_choice, invalid_value, qa_from_row
 from rlhf_infer.rewards.answers.numbers import Number
@@ -30,6 +30,7 @@ _SHOWN = 80
 class AnswerRule:
     """Compares what a completion gives as its answer with the right one, which is a column of the data."""
 
+    is_probability: ClassVar[bool] = True
     column: str
     """Holds the right answer."""
     read: Read

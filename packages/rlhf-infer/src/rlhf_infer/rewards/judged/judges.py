@@ -33,6 +33,7 @@ class JudgeReward:
     """
 
     scores_open_answers = True
+    is_probability = True
 
     def __init__(self, judge: Judge, *, critiques: str | None = None, name: str = "judge") -> None:
         self.judge, self.critiques, self.name = judge, critiques, name
