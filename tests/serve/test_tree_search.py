@@ -112,6 +112,7 @@ def test_defaults_fit_any_bound() -> None:
         ({"search": {"selection": "majority"}}, "search"),
         ({"search": {"aggregate": "min"}}, "search"),
         ({"search": {"separator": "a b"}, "stop": "a"}, "search"),
+        ({"search": "mcts", "stop": "\n"}, "search"),
         ({"search": "mcts", "selection": "none"}, "selection"),
         ({"search": "mcts", "best_of": 4}, "best_of"),
         ({"search": "mcts", "stop_early": True}, "stop_early"),

@@ -184,13 +184,18 @@ def test_what_judges_behind_an_api_cost_is_one_line_each(tmp_path: Path) -> None
         "prompt_tokens": 123400,
         "completion_tokens": 1231,
     }
-    usage = {"judge": counts | {"cost": 0.019296}, "held_out_judge": counts | {"cost": None}}
+    usage = {
+        "judge": counts | {"cost": 0.019296, "unread": 0},
+        "held_out_judge": counts | {"cost": None, "unread": 7},
+    }
     results: dict[str, Any] = {"before": BLOCK, "plain": None, "after": None, "wall_time": wall}
     events.show_results(results | {"api_usage": usage}, RunFolder(tmp_path))
     said = "1,234 requests (3 retries), 56 texts from the cache, 123,400 + 1,231 tokens"
     lines = output.getvalue().splitlines()
     assert f"judge: {said}, cost 0.0193" in lines
-    assert f"held-out judge: {said}" in lines
+    assert f"held-out judge: {said}; no reply about 7 texts could be read" in " ".join(
+        output.getvalue().split()
+    )
 
 
 def test_evaluation_alone_names_its_file(tmp_path: Path) -> None:

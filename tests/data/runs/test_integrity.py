@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raises import raises_error
-from rlhf_data import BaseConfig, LocalPath, RunFolder, load_config_file, model_folder
+from rlhf_data import BaseConfig, LocalPath, RunFolder, load_config_file, model_folder, model_name
 from rlhf_data.runs.checksums import find_damage, write_checksums
 from rlhf_data.runs.paths import moved_path
 
@@ -78,6 +78,8 @@ def test_of_adapters_and_ensembles_too(tmp_path, file):
     (run / "final" / file).write_text("{}")
     assert model_folder(str(run)) == str(run / "final")
     assert model_folder(str(run / "final")) == str(run / "final")
+    assert model_name(run / "final") == model_name(run) == run.name
+    assert model_name("final") == "final" and model_name("org/name") == "name"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name", "/nowhere/at/all", "number", "number:{}", "a:b"])

@@ -82,6 +82,21 @@ def test_budgets_are_exact(engine: TransformersEngine, strategy: SearchStrategy)
             )
 
 
+@pytest.mark.parametrize(("own", "separator"), [(None, " "), ("e", "e")])
+def test_steps_end_where_the_process_reward_models_do(
+    engine: TransformersEngine, process_model: ProcessRewardModel, own: str | None, separator: str
+) -> None:
+    process_model.step_separator = " "
+    settings = SETTINGS.model_copy(update={"separator": own, "budget_tokens": 200})
+    results = TreeSearch(engine, process_model, engine.tokenizer, settings, PARAMS).run(PROMPTS)
+    assert [result.tree.made_with["steps"] for result in results] == [[separator, 6]] * len(PROMPTS)
+    ended = [node for result in results for node in result.tree.nodes if node.finish_reason == "stop"]
+    texts = [engine.tokenizer.decode(node.token_ids) for node in ended if node.terminal is None]
+    assert texts and all(separator in text for text in texts)
+    default = TreeSearch(engine, vowels, engine.tokenizer, SearchSettings(), PARAMS)
+    assert default.waves.separator == "\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_search_gives_the_same_tree(

@@ -131,7 +131,7 @@ class ServeSettings(ModelSettings):
     chunk_tokens: int | None = Field(default=None, ge=32)
     """transformers: prompt tokens computed between two tokens of others; null: 256 on CPUs, 2048 on GPUs."""
     served_model_name: str | None = None
-    """Model name for clients; null for the folder's name."""
+    """Model name for clients; null for the name of the folder, or of the run."""
     host: str = "127.0.0.1"
     """Address that is listened on; only this machine reaches the default one."""
     port: int = Field(default=8000, ge=0, le=65535)

@@ -93,6 +93,7 @@ from rlhf_data.runs.checksums import has_checksums as has_checksums
 from rlhf_data.runs.checksums import write_checksums as write_checksums
 from rlhf_data.runs.lock import alone_in as alone_in
 from rlhf_data.runs.model_folders import model_folder as model_folder
+from rlhf_data.runs.model_folders import model_name as model_name
 from rlhf_data.runs.paths import absolute_path as absolute_path
 from rlhf_data.runs.paths import cache_folder as cache_folder
 from rlhf_data.runs.run_folder import RunFolder as RunFolder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError
+from rlhf_data import UserError, model_name
 from rlhf_infer import RewardFunctions, load_scorer
 from rlhf_models import check_available
 from rlhf_serve.backends.transformers import check_backend, load_backend
@@ -77,7 +77,7 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
         model, examples, template = str(built.policy), built.examples, template or CHAT_TEMPLATE
         lines, name = lines or [str(built.reward)], NAME
     else:
-        name = Path(model).name or model
+        name = model_name(model)
     rewards = None
     if lines:
         rewards = load_scorer(lines, settings.reward_weights, **load_options(settings))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlhf_data import as_completion
+from rlhf_data import UserError, as_completion
 from rlhf_infer import (
     DrawSteps,
     Extract,
@@ -21,7 +21,7 @@ from rlhf_infer import (
 )
 from rlhf_infer.async_loop import gather_all
 from rlhf_serve.backends.protocol import Backend, Draw
-from rlhf_serve.errors import invalid_request
+from rlhf_serve.errors import invalid_request, refused
 from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import ChatTokenizer
@@ -44,18 +44,21 @@ class TreeSearchService:
         """Search; `timing` receives the seconds.
 
         Raises:
-            APIError: a reward function cannot score a step.
+            APIError: a reward function cannot score a step, or a stop text is in the separator of steps.
             UserError: the backend cannot draw one.
         """
         assert request.search is not None
-        waves = SearchWaves(
-            self._scorer,
-            self.chat_tokenizer.tokenizer,
-            request.search,
-            request.params,
-            eos_token_ids=self.backend.eos_token_ids,
-            extract=self._extract,
-        )
+        try:
+            waves = SearchWaves(
+                self._scorer,
+                self.chat_tokenizer.tokenizer,
+                request.search,
+                request.params,
+                eos_token_ids=self.backend.eos_token_ids,
+                extract=self._extract,
+            )
+        except UserError as error:
+            raise refused(error, "search") from error
         columns = {name: [value] for name, value in request.columns.items()}
         calls = waves.calls([request.prompt], [request.prompt_ids], columns)
         answer: Any = None

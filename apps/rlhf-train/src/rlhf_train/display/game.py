@@ -276,9 +276,10 @@ def _joined(shown: dict[str, str]) -> str:
 def _usage(usage: dict[str, Any]) -> str:
     """Requests and tokens of a judge behind an API, since this process started."""
     cost = "" if usage["cost"] is None else f", cost {usage['cost']:.3g}"
+    unread = f"; no reply about {usage['unread']:,} texts could be read" if usage.get("unread") else ""
     return (
         f"{usage['requests']:,} requests ({usage['retries']:,} retries), {usage['cached']:,} texts from the "
-        f"cache, {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens{cost}"
+        f"cache, {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens{cost}{unread}"
     )
 
 

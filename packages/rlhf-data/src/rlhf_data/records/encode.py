@@ -259,8 +259,8 @@ class Encoder:
     def _template_text(self, template: Template) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "the tokenizer has no chat template, which messages need; give one with chat_template_path, "
-                "or give texts",
+                "the tokenizer has no chat template, which messages need; name a model that has one (to "
+                "train, chat_template_path names a template), or give texts",
                 code="no_chat_template",
             )
         return self.tokenizer.get_chat_template(tools=(template or {}).get("tools"))

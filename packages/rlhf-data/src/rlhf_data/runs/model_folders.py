@@ -36,6 +36,12 @@ def model_folder(name: str) -> str:
     )
 
 
+def model_name(folder: str | Path) -> str:
+    """The name of a model by its folder: of `final` in a run's folder that of the run."""
+    path = Path(folder)
+    return (path.parent.name if path.name == "final" else path.name) or str(folder)
+
+
 def _holds_model(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in _MODEL_FILES)  # also of names that are too long
 

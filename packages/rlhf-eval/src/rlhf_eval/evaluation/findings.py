@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _BIAS = 0.1
-"""Of a judge's verdicts for the answer that it reads first, beyond half, from which on it is named."""
+"""A judge's preference for the answer it reads first is reported if its share exceeds one half by more."""
 _FAR = 3.0
-"""Times as many standard deviations by a reward as by the held-out one, from which on they are named."""
+"""Gaming is reported if a reward rises by more than this many times as many standard deviations as the
+held-out one."""
 _REPEATS = 0.3
-"""Repeated 4-grams from which on they are named."""
+"""Share of repeated 4-grams above which repetition is reported."""
 
 
 def evaluation_findings(results: Mapping[str, Any]) -> list[str]:
@@ -73,7 +74,7 @@ def _judged(name: str, other: str, judge: str, verdicts: Mapping[str, Any]) -> I
             f"{said}: not decided. A win rate of {verdicts['detectable']:.0%} would be found four times in "
             "five with as many prompts."
         )
-    if "bias" in verdicts and abs(verdicts["bias"]["estimate"]) > _BIAS:
+    if "bias" in verdicts and abs(verdicts["bias"]["estimate"]) > _BIAS and _side(verdicts["bias"]):
         place = "first" if verdicts["bias"]["estimate"] > 0 else "second"
         yield (
             f"{judge} is biased towards the answer that it reads {place}: the first one wins "
@@ -120,7 +121,8 @@ def _difference(difference: Mapping[str, Any]) -> str:
     text = interval_text(difference, signed=True)
     if difference.get("standardised") is None:
         return text
-    return f"{text}, {difference['standardised']:+.2f} standard deviations of the other's scores"
+    standardised = f"{difference['standardised']:+.2f}".replace("-", "−")
+    return f"{text}, {standardised} standard deviations of the other's scores"
 
 
 def _side(interval: Mapping[str, Any]) -> int:

@@ -236,7 +236,8 @@ class APIJudge:
             ) from error
         except Unavailable as error:
             raise ScorerUnavailable(
-                f"{self._name} gave no reply in {error.tries} tries, the last one: {error}; check base_url, "
+                f"{self._name} gave no reply in {error.tries} {'try' if error.tries == 1 else 'tries'}, the "
+                f"last one: {error}; check base_url, "
                 "lower concurrency or requests_per_minute, or raise timeout, deadline or max_retries",
                 code="scorer_unavailable",
                 tries=error.tries,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, absolute_path, model_folder
+from rlhf_data import UserError, absolute_path, model_folder, model_name
 from rlhf_infer.rewards import rules as form
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.answers import verifiable
@@ -128,8 +128,7 @@ class RewardFunctionFactory:
 
         if isinstance(model, str | Path):
             model = model_folder(str(model))
-            folder = Path(model)
-            name = name or (folder.parent if folder.name == "final" else folder).name or str(model)
+            name = name or model_name(model)
             kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
             model = kind.from_pretrained(model, **load_options)
         elif load_options:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_data import Text, check_choice, model_folder
+from rlhf_data import Text, check_choice, model_folder, model_name
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
@@ -128,7 +128,7 @@ def _process_reward(
     return ProcessReward(
         ProcessRewardModel.from_pretrained(path, **options),
         aggregate=aggregate,
-        name=name or Path(path).name,
+        name=name or model_name(path),
         max_tokens=MAX_TOKENS if budget is None else budget,
     )
 

@@ -13,8 +13,14 @@ from rlhf_infer.search.tree import SearchTree
 from rlhf_infer.search.treequest import imported as imported_treequest
 
 
-def check_search_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
-    """Refuse settings that conflict with each other or with a search by steps, or need a missing package."""
+def check_search_settings(
+    settings: SearchSettings, params: SamplingParams, extract: Extract | None, *, separator: str | None = None
+) -> None:
+    """Refuse settings that conflict with each other or with a search by steps, or need a missing package.
+
+    `separator` is the text that ends a step; None for that of the settings, if they name one.
+    """
+    separator = separator or settings.separator or ""
     if settings.strategy == "ab-mcts":
         imported_treequest()
     check_extract(settings.selection, extract)
@@ -25,9 +31,9 @@ def check_search_settings(settings: SearchSettings, params: SamplingParams, extr
             "beam with width 1 in one round, which is greedy decoding",
             "temperature",
         )
-    if settings.strategy != "best-of-n" and any(stop in settings.separator for stop in params.stop):
+    if settings.strategy != "best-of-n" and any(stop in separator for stop in params.stop):
         raise UserError(
-            f"the separator of steps {settings.separator!r} contains a stop text, so that the first step "
+            f"the separator of steps {separator!r} contains a stop text, so that the first step "
             "would end every completion; choose another one of them",
             code="conflicting_options",
         )

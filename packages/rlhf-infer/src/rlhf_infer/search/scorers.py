@@ -95,6 +95,8 @@ class ProcessScorer:
         self._reward = ProcessReward(model, aggregate=aggregate, name=name, max_tokens=max_tokens)
         self.model, self.name = self._reward.model, name
         self.aggregate: StepAggregate = aggregate
+        self.separator = model.step_separator
+        """Text that ends a step of a search, unless its settings name another."""
 
     @torch.no_grad()
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:

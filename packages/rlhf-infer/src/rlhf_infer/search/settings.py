@@ -31,8 +31,8 @@ class SearchSettings(BaseConfig):
     """A prompt's search ends once a finished completion has this score; null for never."""
     selection: Literal["best", "majority", "weighted"] = "best"
     """Which of the finished completions wins, see `rlhf_infer.select`."""
-    separator: str = Field(default="\n", min_length=1)
-    """Text that ends a step."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text that ends a step; null for that of the process reward model, or else a line break."""
     max_step_tokens: int = Field(default=64, ge=1)
     """Tokens of a step at most; a longer one goes on in the next node."""
     aggregate: Literal["last", "min", "product", "mean"] | None = None

@@ -110,7 +110,8 @@ class SearchWaves:
         checker: Checker | None = None,
         extract: Extract | None = None,
     ) -> None:
-        check_search_settings(settings, params, extract)
+        self.separator = settings.separator or getattr(scorer, "separator", "\n")
+        check_search_settings(settings, params, extract, separator=self.separator)
         self.scorer, self.verifier, self.tokenizer = scorer, verifier, tokenizer
         self.settings, self.params = settings, params
         self.checker, self.extract = checker, extract
@@ -180,7 +181,7 @@ class SearchWaves:
         found = {name: getattr(self.params, name) for name in names}
         found |= {"stop": list(self.params.stop), "stop_token_ids": list(self.params.stop_token_ids)}
         found |= {"logit_bias": [list(pair) for pair in self.params.logit_bias]}
-        steps = [self.settings.separator, self.settings.max_step_tokens] if self._by_steps else None
+        steps = [self.separator, self.settings.max_step_tokens] if self._by_steps else None
         verifier = None if self.verifier is None else self.verifier.name
         aggregate = getattr(self.scorer, "aggregate", None)
         return found | {
@@ -225,7 +226,7 @@ class SearchWaves:
             if not _from_record(order):
                 calls.setdefault((order.first, order.count, order.cap), []).append(order)
         for (first, count, cap), members in calls.items():
-            stop = (self.settings.separator, *self.params.stop) if self._by_steps else self.params.stop
+            stop = (self.separator, *self.params.stop) if self._by_steps else self.params.stop
             params = replace(self.params, max_new_tokens=cap, stop=stop)
             paths = [
                 [*each.search.tree.prompt_ids, *each.search.tree.completion_ids(each.node)]

@@ -70,6 +70,7 @@ _USAGE = (
     ("requests", "Requests"),
     ("retries", "Retries"),
     ("cached", "Texts from the cache"),
+    ("unread", "Texts without a readable reply"),
     ("prompt_tokens", "Prompt tokens"),
     ("completion_tokens", "Completion tokens"),
     ("cost", "Cost (currency of the prices)"),
