@@ -10,7 +10,7 @@ import torch
 from rlhf_models.attention.tree import AttentionTree
 
 _BLOCK_QUERIES = 64
-"""Queries of a masked block. Fewer leave fewer hidden pairs to compute, but take more kernel calls."""
+"""Queries of a masked block. Fewer mean fewer masked pairs to compute, but more kernel calls."""
 _KEYS_PER_QUERY = 3
 """A masked block gets more queries where each would otherwise need more copied keys than this."""
 _SLACK = {"cpu": 1 << 12, "cuda": 1 << 20}
@@ -122,7 +122,7 @@ def _run(tree: AttentionTree, at: int, stop: int, limit: int) -> _Block:
 
 
 def _similar(blocks: list[_Block], slack: int) -> list[_Block]:
-    """The first blocks, as many as can be padded together at the price of `slack` or an eighth more pairs."""
+    """The first blocks, as many as can be padded together with at most `slack` or an eighth more pairs."""
     width, height, pairs, count = 0, len(blocks[0].keys), 0, 0
     for block in blocks:
         width = max(width, len(block.queries))

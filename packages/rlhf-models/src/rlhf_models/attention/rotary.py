@@ -15,8 +15,8 @@ _LOG = logging.getLogger(__name__)
 def check_positions(config: PreTrainedConfig, batch: PackedBatch) -> None:
     """Warn, once, of a text beyond the length at which a model's frequencies change for the whole batch.
 
-    So it is with dynamic NTK scaling (arXiv:2309.00071, section 3.3) and LongRoPE (arXiv:2402.13753), in
-    transformers' padded batches as well: there scores depend on which texts share a batch.
+    Dynamic NTK scaling (arXiv:2309.00071, section 3.3) and LongRoPE (arXiv:2402.13753) do that, in the padded
+    batches of transformers too: beyond this length scores depend on which texts share a batch.
     """
     length = stable_length(config)
     if length is None or batch.num_sequences == 1:

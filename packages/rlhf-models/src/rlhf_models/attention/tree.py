@@ -49,7 +49,7 @@ class AttentionTree:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> AttentionTree:
-        """Read the tree of a batch, on whichever device that is."""
+        """Read the tree of a batch on any device."""
         host = batch.host
         start, length, parent, position = (
             x.numpy()

@@ -64,7 +64,7 @@ class VarlenTables:
 def varlen_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, options: AttentionOptions
 ) -> str | None:
-    """The flash kernel for rows of variable length that can serve: flash-attn's, else torch's, else None."""
+    """The flash kernel for rows of variable length: flash-attn's, else torch's, else None."""
     if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     if importlib.util.find_spec("flash_attn") is not None:

@@ -90,7 +90,7 @@ def build_classifier(
     Args:
         auto_class: `AutoModelForSequenceClassification` or `AutoModelForTokenClassification`.
         causal_lm: the decoder, not quantised and without adapters; it is left as it is.
-        pad_token_id: the tokenizer's padding token, over which transformers passes to find a text's end.
+        pad_token_id: the tokenizer's padding token, which transformers skips to find a text's last token.
         outputs: number of scores.
         head: its kind.
         seed: seed of the head's weights; the global random state is left unchanged.

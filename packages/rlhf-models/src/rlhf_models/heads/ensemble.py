@@ -1,4 +1,4 @@
-"""Reward models that disagree where they do not know: ensembles (arXiv:2310.02743)."""
+"""Ensembles of reward models (arXiv:2310.02743): independent models, adapters or heads."""
 
 from __future__ import annotations
 

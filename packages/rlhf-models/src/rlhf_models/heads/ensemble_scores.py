@@ -1,4 +1,4 @@
-"""Scores of several reward models that read alike, and their aggregates."""
+"""Scores of several reward models with the same tokenizer, and their aggregates."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def aggregate_scores(scores: torch.Tensor, aggregate: Aggregate, *, k: float = 1
     - "mean": μ = 1/K Σ_i s_i.
     - "std": σ = sqrt(1/K Σ_i (s_i - μ)²), how much they disagree.
     - "min": the worst case, min_i s_i (arXiv:2310.02743, equation 5).
-    - "mean_minus_std": μ - k σ, lower where they disagree.
+    - "mean_minus_std": μ - k σ, lower where they disagree (UWO there subtracts λ σ² instead).
 
     Raises:
         UserError: another name.

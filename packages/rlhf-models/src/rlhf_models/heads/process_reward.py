@@ -38,8 +38,7 @@ class ProcessRewardModel(HeadModel):
     Args:
         model: a token classifier with `num_labels == 1`, or a PeftModel around one.
         tokenizer: its tokenizer.
-        step_separator: what follows each step; None takes the stored one, or else a line
-            break.
+        step_separator: what follows each step; None takes the stored one, or else a line break.
 
     Raises:
         UserError: as `HeadModel`, or the separator has no token.

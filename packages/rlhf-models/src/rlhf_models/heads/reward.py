@@ -110,12 +110,12 @@ def encode_scored(tokenizer: Any, prompt: Text, completion: Text, *, append_eos:
 
 
 def read_positions(batch: PackedBatch, config: PreTrainedConfig, tokenizer: Any) -> torch.Tensor:
-    """Stream positions (Q,) at which the sequences' scores are read: their last tokens, padding passed over.
+    """Stream positions (Q,) at which the sequences' scores are read: their last tokens that are not padding.
 
     Args:
         batch: the stream.
-        config: the model's, whose `pad_token_id` transformers passes over.
-        tokenizer: only where its end token is that padding token can a text end with it.
+        config: the model's, whose `pad_token_id` transformers skips.
+        tokenizer: the model's; a text can end with the padding token only where that is its end token.
     """
     last = batch.last_positions
     if config.pad_token_id is None or config.pad_token_id != tokenizer.eos_token_id:

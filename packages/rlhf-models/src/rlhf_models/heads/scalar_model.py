@@ -162,7 +162,7 @@ def scores_of(
         model: the underlying transformers model, for its device and context length.
         sequences: B lists of token ids, none empty.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
-        what: names a text in the message.
+        what: noun phrase for one of the texts, for the error message.
     """
     if not sequences:
         return torch.empty(0)

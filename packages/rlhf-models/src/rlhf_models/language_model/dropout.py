@@ -1,4 +1,4 @@
-"""Dropout: taken away for good, or switched off for a while."""
+"""Dropout: removed permanently, or off within a context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability in a model to zero, for good, adapters' included.
+    """Set every dropout probability in a model to zero permanently, those of adapters too.
 
     Covered: dropout modules, and probabilities that layers keep as numbers, such as `attention_dropout`.
     """
@@ -31,7 +31,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this context a model is in eval mode; each of its modules then goes back to its own."""
+    """Within this context a model is in eval mode; afterwards each of its modules has its own mode again."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,4 +1,4 @@
-"""Encoding a text and its continuation, each of which must have a token."""
+"""Encoding prompts and completions; text that the tokenizer has no token for is refused."""
 
 from __future__ import annotations
 

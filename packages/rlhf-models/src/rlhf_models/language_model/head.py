@@ -21,8 +21,8 @@ from rlhf_models.kernels.partitioned_linear import is_linear
 CHUNK_BYTES = 1 << 27
 """Bytes of fp32 logits held at a time on a CPU, which gains nothing from more."""
 _GPU_SHARE = 64
-"""A GPU holds a 64th of its memory at a time: 2,207 rows of 152,064 logits on one of 80 GiB. Each chunk takes
-another pass over the weight's gradient, and few rows leave its multiplications waiting for memory."""
+"""A GPU holds a 64th of its memory at a time: 2,206 rows of 152,064 logits on one of 80 GiB. Each chunk takes
+another pass over the weight's gradient, and with few rows memory bandwidth limits the multiplications."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def chunk_rows(vocab_size: int, device: torch.device, *, gpu_memory: float | Non
     Args:
         vocab_size: logits of a row.
         device: where.
-        gpu_memory: bytes of a GPU that is not here, in place of the device's.
+        gpu_memory: bytes of a GPU to plan for, instead of those of `device`.
     """
     budget = CHUNK_BYTES
     if gpu_memory is None and device.type == "cuda":

@@ -24,7 +24,7 @@ _WINDOW = 64
 _EXACT, _ROUGH = 1e-3, 0.05
 """Share of the largest output by which a part may differ in the mean, in fp32 and in lower precision."""
 _CHANGED = 1e-4
-"""Share by which outputs may change with tokens that they do not depend on, nothing but for chance."""
+"""Share of the largest output by which the others may change with one text's tokens: rounding."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configs for the number of experts, whose matrices are multiplied with the tokens of all texts."""
 
@@ -76,11 +76,11 @@ def _run(
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Score a small tree: two texts, one of which forks. It must agree with plain passes over each text.
+    """Score a small tree, of two texts with a common beginning and a third; compare with a pass over each.
 
-    Nor may what is computed for one text change with another's tokens, which shows what layers carry from
-    token to token beside their attention, however little it is. The parts of the tree are longer than the
-    windows of the convolutions that some have, and texts longer than a sliding window of up to 64 tokens.
+    The outputs for a text must not change with the tokens of another one either, which finds layers that
+    carry anything but attention from token to token. The parts of the tree are longer than the windows of
+    the convolutions that some models have, and texts longer than a sliding window of up to 64 tokens.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
@@ -138,7 +138,7 @@ def check_packing(model: Any) -> None:
 
 
 def _finite(outputs: torch.Tensor, lm: torch.nn.Module) -> torch.Tensor:
-    """The outputs, if they are numbers."""
+    """The outputs; refuses NaN and infinity."""
     if not outputs.isfinite().all():
         raise UserError(
             f"{type(lm).__name__} has outputs that are not finite: its weights are damaged, or too large for "
