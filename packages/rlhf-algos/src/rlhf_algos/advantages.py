@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _ROUNDING = 1e-6
-"""Of scores in fp32, which depend on what else is in a batch: relative to the largest one."""
+"""Rounding of scores in fp32, which depends on what else is in a batch; relative to the largest score."""
 
 Baseline = Literal["grpo", "rloo"]
 """Baselines of rewards, see `ADVANTAGES`."""
@@ -224,7 +224,7 @@ def moments(values: Tensor) -> Tensor:
 
 
 def scale_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """Values divided by the standard deviation that moments say, without centring: v_i / (std + ε).
+    """Values divided by the standard deviation that moments give, without centring: v_i / (std + ε).
 
     `scale_by_std` over more than the values at hand.
 
@@ -244,7 +244,7 @@ def scale_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Ten
 def standardise_with(
     values: Tensor, moments: Tensor, *, epsilon: float = 1e-8, shift_mean: bool = True
 ) -> Tensor:
-    """Values shifted and scaled by the mean and deviation that moments say: (v_i - mean) / (std + ε).
+    """Values shifted and scaled by the mean and deviation that moments give: (v_i - mean) / (std + ε).
 
     Detail 7 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
 
@@ -255,7 +255,7 @@ def standardise_with(
         values: (M,), any of those that the moments are of.
         moments: (3,) sum of the results of `moments`.
         epsilon: added to the unbiased standard deviation, > 0.
-        shift_mean: whether the mean is taken off.
+        shift_mean: whether the mean is subtracted.
 
     Returns:
         (M,); a single value becomes 0, or stays without `shift_mean`.

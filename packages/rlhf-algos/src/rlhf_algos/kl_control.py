@@ -17,7 +17,7 @@ class KLController(Protocol):
     """The coefficient now, >= 0."""
 
     def update(self, current: float, steps: int) -> None:
-        """Take notice of the divergence measured.
+        """Move the coefficient after a measurement of the divergence.
 
         `current` is the KL from the reference in nats per completion, `steps` the completions since the last
         update.
@@ -63,9 +63,9 @@ class AdaptiveKLController:
 
     Args:
         init: the coefficient at first, > 0.
-        target: KL to aim at, > 0, in the unit of `current`.
-        horizon: steps over which a divergence 20% off moves the coefficient by 20%, > 0; it must be more than
-            a fifth of the steps of an update.
+        target: KL to aim at, > 0, in nats per completion, as `current`.
+        horizon: completions over which a divergence 20% off moves the coefficient by 20%, > 0; it must be
+            more than a fifth of the completions of an update.
 
     Raises:
         ValueError: one of them is out of its range.
@@ -80,7 +80,7 @@ class AdaptiveKLController:
     def update(self, current: float, steps: int) -> None:
         """Move the coefficient.
 
-        `current` is the KL measured over the `steps` since the last update.
+        `current` is the KL measured over the `steps` completions since the last update.
 
         Raises:
             ValueError: `current` is not finite, or the coefficient could become 0 in that many `steps`.

@@ -45,7 +45,7 @@ class BaseTrainer(TrainingMethod[Example]):
     processes.  The order of examples depends on the seed and the epoch only.
 
     Args:
-        model: what is trained, in the mode and on the device it is in; it has `save_pretrained`.
+        model: the model to train, on its device; each step puts it into train mode. It has `save_pretrained`.
         config: the settings.
         examples: the training examples, at least one; they are indexed when they are needed.
         eval_examples: what `evaluate` measures; may be empty.

@@ -91,8 +91,8 @@ class TrainingEvents:
 
         Args:
             step: steps done so far.
-            total_steps: its last step.
-            num_tokens: computed so far.
+            total_steps: steps of the whole training.
+            num_tokens: tokens computed so far.
             show: metrics in the progress line.
             progress: show a progress line; None shows it when the console is a terminal.
         """

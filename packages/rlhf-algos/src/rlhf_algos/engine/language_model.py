@@ -49,8 +49,8 @@ class LogpsModule(ShardUnit, nn.Module):
 
     Args:
         lm: a transformers causal LM, or a PeftModel around one.
-        ref_lm: the model it is compared with; it is frozen and stays in eval mode. None means the model with
-            its adapters off.
+        ref_lm: the reference; it is frozen and stays in eval mode. None means the model with its adapters
+            off.
     """
 
     def __init__(self, lm: Any, ref_lm: Any = None) -> None:
@@ -60,7 +60,7 @@ class LogpsModule(ShardUnit, nn.Module):
 
     @classmethod
     def with_reference(cls, lm: Any, ref_lm: Any = None) -> LogpsModule:
-        """The model and its reference: the one given, or else the model as it is now."""
+        """The model with its reference: `ref_lm`, or else the model as it is now."""
         if ref_lm is None and not adapter_off_is(lm):
             hint = "where the method has it, `precompute_ref_log_probs=true` avoids keeping it in memory"
             _LOG.info("the reference is a frozen copy of the model; %s", hint)
@@ -252,10 +252,10 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
 
 class ReferenceTrainer(LanguageModelTrainer[Example]):
-    """Trains a policy against a reference, which is the model as it is given unless another one is.
+    """Trains a policy against a reference: `ref_model`, or else the model as it is at the start.
 
-    Where the model is a PeftModel with a fresh adapter, the reference is that model with the adapter off;
-    with `precompute_ref_log_probs` it is a number per completion; otherwise it is a frozen copy.
+    Without `ref_model` the reference of a PeftModel with a fresh adapter is that model with the adapter off;
+    of another model it is a frozen copy.  With `precompute_ref_log_probs` only its log-probs are kept.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.

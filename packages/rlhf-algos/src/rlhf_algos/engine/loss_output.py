@@ -70,8 +70,8 @@ def reduce_outputs(
 ) -> dict[str, float]:
     """Metrics over micro-batches and processes as floats, fetched from the device in one transfer.
 
-    `outputs` has whether each one counts; `total` counts the step's terms over all processes; `others` are
-    the same on every process.
+    `outputs` are pairs of an output and whether it counts; `total` counts the step's terms over all
+    processes; `others` are the same on every process.
     """
     others = others or {}
     first = outputs[0][0]
@@ -97,7 +97,7 @@ def reduce_outputs(
 
 
 def _stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """(micro-batches, values) in fp64, so that a sum does not depend on how a step was cut."""
+    """(micro-batches, values) in fp64, so that a sum hardly depends on how a step was cut; in fp32 on mps."""
     if not rows[0]:
         return torch.empty(len(rows), 0)
     dtype = torch.float32 if rows[0][0].device.type == "mps" else torch.float64

@@ -19,11 +19,11 @@ from rlhf_data import UserError
 def train_in_fp32(module: Any) -> torch.dtype:
     """Put the trained weights of a module that are in half precision into fp32, in place.
 
-    A bfloat16 weight keeps 8 bits, so a step below a 512th of it is lost when it is added: at a learning rate
-    of 1e-6 that are nearly all.  What is computed in is the business of autocast.
+    A bfloat16 weight has 8 significant bits, so a step below a 512th of it is lost in the addition: at a
+    learning rate of 1e-6 nearly every step is.  Autocast chooses the dtype of the computation.
 
     Returns:
-        The type that the trained weights were in.
+        The dtype that the trained weights had, that of the first one.
 
     Raises:
         ValueError: nothing is trained.
@@ -54,8 +54,8 @@ def create_optimizer(
     biases and norms have no scale to hold down.
 
     Args:
-        parameters: what to train; parameters that do not require a gradient are refused, because a list that
-            follows `requires_grad` at the wrong moment trains nothing without a word.
+        parameters: what to train; parameters that do not require a gradient are refused, because they would
+            silently stay as they are.
         learning_rate: peak learning rate.
         weight_decay: decay per step and unit of learning rate.
         betas: decay of the running means of the gradient and of its square.
@@ -108,10 +108,10 @@ def check_optimizer(optim: str, device: torch.device) -> None:
 
 
 def _of_bitsandbytes(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    """AdamW of bitsandbytes: in 8 bits are moments of tensors with 4096 or more entries.
+    """AdamW of bitsandbytes; its 8-bit variants quantise the moments of tensors with 4096 or more entries.
 
-    Each block of 256 has its own scale, https://arxiv.org/abs/2110.02861.  Paged ones are in memory that the
-    CUDA driver moves to the host where the GPU's is short, https://arxiv.org/abs/2305.14314, section 3.
+    Each block of 256 has its own scale, https://arxiv.org/abs/2110.02861.  Paged moments are in memory that
+    the CUDA driver moves to the host when the GPU runs short, https://arxiv.org/abs/2305.14314, section 3.
     """
     from bitsandbytes.optim import adamw
 

@@ -1,4 +1,4 @@
-"""One optimizer step: its examples, as many micro-batches on every process, one gradient, one update."""
+"""One optimizer step: its examples, equally many micro-batches on every process, one gradient, one update."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ if sys.platform != "win32":
 class GracefulStop:
     """Turns the first SIGTERM, SIGINT or SIGHUP into a flag; a second one acts at once. A context manager.
 
-    The loop asks for the flag after each step.  Handlers that were there before are put back at the end, and
-    as soon as the first signal has come.  A signal that is ignored stays ignored (a background job of a shell
+    The loop checks the flag after each step.  The handlers from before are restored at the end, and as soon
+    as the first signal has come.  A signal that is ignored stays ignored (a background job of a shell
     ignores Ctrl-C, one under nohup SIGHUP).  Python delivers signals to its main thread only: in another
     thread nothing is changed, and only `pass_signal_on` raises the flag.
 

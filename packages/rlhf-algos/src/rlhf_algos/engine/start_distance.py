@@ -12,9 +12,9 @@ from rlhf_data import PackedBatch, TokenSequence, pack
 MAX_TOKENS = 64
 """Maximum number of tokens of a completion, from its start, along which the KL is measured."""
 _KEPT_BYTES = 1 << 28
-"""Distributions of the start that all processes together keep, in main memory: 441 tokens of 152,064."""
+"""Bytes of the start's distributions that all processes together keep in main memory: 441 of 152,064."""
 _BATCH_BYTES = 1 << 27
-"""Maximum number of distributions on the device at a time."""
+"""Bytes of distributions on the device at a time, unless one sequence alone has more."""
 
 Score = Callable[[PackedBatch], Tensor]
 
@@ -40,7 +40,7 @@ class StartDistance:
         self._start = [score(batch).cpu() for batch in self._batches]
 
     def measure(self, score: Score) -> tuple[float, int]:
-        """Sum over the tokens of the KL of the model that `score` asks, and how many tokens there are."""
+        """Sum over the tokens of the KL of the model behind `score`, and the number of tokens."""
         total, count = 0.0, 0
         for batch, start in zip(self._batches, self._start, strict=True):
             now = score(batch)

@@ -24,8 +24,8 @@ class StepExamples(Sequence[Any]):
     """Examples of a step over all processes, each built when first indexed, and then kept.
 
     Args:
-        keys: what each is known by.
-        build: gives an example by its key.
+        keys: the key of each example.
+        build: makes an example from its key.
         rows: the step's rows, including those without an example; None if each key is a row.
         built: examples that are there already, by key.
 
@@ -101,7 +101,7 @@ def _left_out(examples: Any) -> dict[str, Any]:
 def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of training on different data or with a different step size.
 
-    A key that the state of an older checkpoint lacks is passed over.
+    A key that the state of an older checkpoint lacks is ignored.
     """
     if state.get("data", now.get("data")) != now.get("data"):
         raise UserError(

@@ -64,7 +64,7 @@ class TrainingMethod(ABC, Generic[Example]):
         return micro_batches(examples, parts, self.config.max_tokens_per_batch)
 
     def before_step(self, examples: Sequence[Example]) -> None:
-        """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
+        """Called with this process's examples of a step, or of an evaluation batch, before their losses."""
 
     def extra_state(self) -> dict[str, Any]:
         """State of the method for checkpoints, besides the model, as JSON values."""

@@ -1,4 +1,4 @@
-"""Weights that correct for tokens sampled by another program than the one that trains on them."""
+"""Importance weights, truncated or masked, for tokens that an engine other than the trainer sampled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from rlhf_algos._flat import check_flat, dense_index
 
 ImportanceMode = Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"]
-"""Whether tokens or sequences have a ratio, and whether one out of bounds is masked or bounded."""
+"""Whether ratios are of tokens or of sequences, and whether one out of bounds becomes 0 or the bound."""
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Importance weight of each token, and the mismatch of the two programs."""
+    """Importance weight of each token, and statistics of the mismatch between trainer and engine."""
 
     weights: Tensor
     """(M,) >= 0, without gradient."""
@@ -59,7 +59,7 @@ def importance_weights(
     Args:
         logps: (M,) log-probability of the sampled tokens under the trainer, with the engine's weights and
             at its temperature.
-        sampling_logps: (M,) the same as the engine that sampled them says; NaN where it does not say: such a
+        sampling_logps: (M,) the same under the engine that sampled them; NaN where it reports none: such a
             token counts as equal.
         sequence: (M,) integer index of the sequence a token belongs to.
         mode: see `ImportanceMode`.

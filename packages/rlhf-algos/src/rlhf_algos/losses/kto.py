@@ -1,4 +1,4 @@
-"""KTO: a loss on single labelled completions, and the divergence it is measured against."""
+"""KTO: a loss on single labelled completions, and estimates of the KL divergence, its reference point."""
 
 from __future__ import annotations
 

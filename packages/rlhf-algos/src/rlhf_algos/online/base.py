@@ -56,7 +56,7 @@ from rlhf_models import evaluating
 
 _LOG = logging.getLogger(__name__)
 _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
-"""The part of the sampling seed that replaces the step."""
+"""Values that take the place of the step in the sampling seed."""
 
 
 class OnlineTrainer(SamplingTrainer):
@@ -89,7 +89,7 @@ class OnlineTrainer(SamplingTrainer):
     token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "sampling_logps")
     """Names of `Completion.tokens` that the loss reads."""
     terms_per_token: float
-    """Divisor of the current update's loss, over its tokens that count."""
+    """Ratio of the current update's loss divisor to the number of its tokens that count."""
     config: OnlineConfig
 
     def __init__(
@@ -108,7 +108,7 @@ class OnlineTrainer(SamplingTrainer):
         self._ref_model = ref_model
         self.rewards = rewards
         self.terms_per_token = 1.0
-        self._said: dict[str, float] = {}  # what this process's reward functions logged last
+        self._reward_metrics: dict[str, float] = {}  # what this process's reward functions logged last
         self.engine = engine_for(config, model, tokenizer, engine)
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
         prompts = self.global_batch_size
@@ -163,7 +163,7 @@ class OnlineTrainer(SamplingTrainer):
         rollouts, measured = step_rollouts(self, examples)
         sampled = time.perf_counter()
         completions, table = self.score(examples, rollouts, self.config.num_generations, measured)
-        metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
+        metrics = rollout_metrics(table) | self._reward_metrics | self.compute_advantages(completions, table)
         metrics |= keep_guesses(self.engine, rollouts)
         assessed = time.perf_counter()
         self.scorer.train()
@@ -215,7 +215,7 @@ class OnlineTrainer(SamplingTrainer):
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
         scores = step_scores(self, completions, n, measured)
         if scores is not None:
-            self._said = dict(scores.metrics)
+            self._reward_metrics = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])
             rows[places.to(self.device)] = table_row(scores.rewards, scores.total, facts).to(self.device)
@@ -299,7 +299,7 @@ class OnlineTrainer(SamplingTrainer):
         with evaluating(self.scorer):
             rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
             completions, table = self.score(prompts, rollouts, n)
-            metrics = rollout_metrics(table) | self._said
+            metrics = rollout_metrics(table) | self._reward_metrics
             if self.config.needs_reference:
                 metrics["kl"] = self._divergence(completions, temperature)
         return {f"eval_{name}": value for name, value in metrics.items()} | self.ref_kl()
@@ -320,10 +320,10 @@ class OnlineTrainer(SamplingTrainer):
         policy: bool = True,
         temperature: float | None = None,
     ) -> None:
-        """Give completions `old_logps` and, on request, `ref_logps`: tensors over their tokens, on the CPU.
+        """Give completions `sampling_logps`, and on request `old_logps` and `ref_logps`: (T,) on the CPU.
 
-        The log-probs of the engine serve as the old ones where it computed them from the same weights in the
-        same precision; otherwise the trainer computes them.
+        The engine's log-probs, `sampling_logps`, serve as the old ones where it computed them from the same
+        weights in the same precision; otherwise the trainer computes the old ones.
 
         Args:
             completions: this process's.

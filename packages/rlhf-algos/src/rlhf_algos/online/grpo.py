@@ -37,7 +37,8 @@ class GRPOTrainer(OnlineTrainer):
     `loss_type`, `importance_sampling_level`, `advantage_estimator` and `scale_rewards` make it Dr. GRPO,
     DAPO, CISPO, SAPO, GSPO or RLOO.  Metrics: those of `rollout_metrics`; `kl` to the reference (nats per
     token, where `beta` is set), `entropy`, `approx_kl` (to the sampling policy), `clip_ratio/low_mean`,
-    `low_min`, `high_mean`, `high_max`, `region_mean`; with vLLM those of `correct_mismatch`.
+    `low_min`, `high_mean`, `high_max`, `region_mean`; those of `SamplingCorrection` with vLLM and with an
+    engine that samples ahead.
 
     See `OnlineTrainer` for the arguments.
     """
@@ -74,7 +75,7 @@ class GRPOTrainer(OnlineTrainer):
         return metrics
 
     def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
-        """Divisor of the loss type: completions, their tokens, or completions of the longest length."""
+        """Divisor of the loss type: completions, their tokens, or completions times the longest length."""
         lengths = torch.tensor([self._counted(each) for each in examples])
         longest = self.config.max_completion_length
         return int(token_weights(self.config.loss_type, lengths, max_completion_length=longest).normaliser)
@@ -125,9 +126,10 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def _knows_old_logps(self) -> bool:
-        """Whether the update finds old log-probs; else its own are the old ones, because it is the only one.
+        """Whether old log-probs are known before the update.
 
-        To compute them beforehand would take another forward pass with the same weights.
+        Otherwise the step has a single update, whose own log-probs are the old ones: computing them
+        beforehand would take another forward pass with the same weights.
         """
         return self.engine_is_exact or self.config.passes * self.config.mini_batches > 1
 

@@ -49,7 +49,7 @@ def sampling_correction(
 
     Args:
         old_logps: (M,) log-probs by the trainer, without gradient.
-        sampling_logps: (M,) those by the engine; NaN where it does not say.
+        sampling_logps: (M,) those by the engine; NaN where it reports none.
         sequence: (M,) which completion a token belongs to; every completion is whole.
         config: with the bounds.
     """

@@ -33,7 +33,8 @@ class PPOTrainer(OnlineTrainer):
     trainer `objective/kl` (nats per completion), `objective/entropy`, `objective/scores`,
     `objective/non_score_reward`, `objective/rlhf_reward`, `policy/approxkl_avg`, `policy/clipfrac_avg`,
     `policy/entropy_avg`, `loss/policy_avg`, `loss/value_avg`, `val/clipfrac_avg`, `val/ratio`,
-    `val/ratio_var`, `val/num_eos_tokens`, `val/explained_variance`, `episode`; and `kl_coef`.
+    `val/ratio_var`, `val/num_eos_tokens`, `val/explained_variance`, `episode`; `kl_coef`; and those of
+    `SamplingCorrection` with vLLM and with an engine that samples ahead.
 
     Args:
         model: see `OnlineTrainer`.

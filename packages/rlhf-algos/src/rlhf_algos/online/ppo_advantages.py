@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class PPORewards:
-    """Cuts, scales and penalises the scores of completions, remembering their spread."""
+    """Scales scores by their running standard deviation, clips them, and subtracts penalties."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -67,6 +67,9 @@ def compute_token_advantages(
     parallel: Parallel,
 ) -> dict[str, float]:
     """Give this process's completions `advantages` and `returns`; metrics of the whole step.
+
+    r_t = -β kl_t, plus the completion's score at its last token (https://arxiv.org/abs/1909.08593); without
+    the KL term where `kl_penalty` puts it into the loss.  Advantages: `gae`.
 
     Completions have `old_logps`, `old_values` and, where a KL counts, `ref_logps`; `scores` (B,) are of the
     whole step, from `PPORewards`; the controller is updated.

@@ -105,7 +105,7 @@ def preflight(
 
 
 def repeated_prompts(rollouts: Sequence[Sequence[Rollout]], max_tokens: int | None) -> list[Finding]:
-    """Whether a budget for batches makes prompts be computed again and again.
+    """A finding if a token budget for batches makes prompts be computed several times.
 
     `max_tokens` is the setting `max_tokens_per_batch`.
     """
@@ -136,7 +136,7 @@ def _endings(
     dead: bool,
     masked: bool,
 ) -> Iterator[Finding]:
-    """Completions that are cut off, that have no end token, or that say nothing."""
+    """Completions that are cut off, have no end token, or are empty."""
     flat = [rollout for group in rollouts for rollout in group]
     cut = sum(rollout.finish_reason == "length" for rollout in flat)
     ended = sum(any(i in eos_token_ids for i in rollout.completion_ids[-1:]) for rollout in flat)
@@ -220,7 +220,7 @@ def _differs(total: torch.Tensor, relative_to_group: bool) -> torch.Tensor:
 
 
 def _functions(scores: RewardScores) -> Iterator[Finding]:
-    """Single reward functions that say nothing."""
+    """Single reward functions that never apply, or give all completions the same reward."""
     for name, row in zip(scores.names, scores.rewards, strict=True):
         known = row[~row.isnan()]
         if not len(known):
@@ -241,7 +241,7 @@ def _functions(scores: RewardScores) -> Iterator[Finding]:
 
 
 def _signs(references: ReferenceRewards, total: torch.Tensor) -> Iterator[Finding]:
-    """Rewards that think less of the right answers than of others."""
+    """Rewards that are lower for reference answers than for others, or the same for all."""
     own, shuffled = references.own.double(), references.shuffled.double()
     if len(own) < _LEAST_REFERENCES:
         return

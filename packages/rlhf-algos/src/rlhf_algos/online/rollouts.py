@@ -200,9 +200,9 @@ def spread(values: Sequence[float], completions: Sequence[Completion], device: t
 def rollout_metrics(table: StepTable) -> dict[str, float]:
     """Rewards and lengths of a step's completions, under TRL's names.
 
-    `reward` and `reward_std` (within groups, a mean; left out for groups of one), `rewards/<function>/mean`
-    and `/std`, `completions/mean_length`, `min_length`, `max_length`, `clipped_ratio` (cut off),
-    `mean_terminated_length` (of those that were not).
+    `reward`; `reward_std` (mean over groups) and `frac_reward_zero_std` (share of groups with equal rewards),
+    both left out for groups of one; `rewards/<function>/mean` and `/std`; `completions/mean_length`,
+    `min_length`, `max_length`, `clipped_ratio` (cut off), `mean_terminated_length` (of those that were not).
     """
     metrics = {"reward": float(table.total.mean())}
     if table.num_generations > 1:

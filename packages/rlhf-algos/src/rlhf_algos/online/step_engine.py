@@ -123,10 +123,10 @@ def engine_for(
 
 
 def keep_guesses(engine: GenerationEngine, rollouts: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Keep a step's completions where the engine guesses from those of the last epoch; metrics of that.
+    """Keep a step's completions as the next epoch's drafts, if the engine decodes speculatively; metrics.
 
-    From the second epoch on `speculation/agreement`, the tokens up to which completions are those of the last
-    epoch, and `speculation/saving`, the ratio of times that follows from that.
+    These are, from the second epoch on, `speculation/agreement` (mean number of first tokens that equal those
+    of the last epoch's completion) and `speculation/saving` (the speed-up that this predicts).
     """
     previous = _previous(engine)
     if previous is None:
@@ -144,7 +144,7 @@ def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
 
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
     """Sampling parameters of a trainer; `temperature` replaces that of training."""
-    alike = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
+    coupled = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
     return SamplingParams(
         config.max_completion_length,
         config.temperature if temperature is None else temperature,
@@ -155,7 +155,7 @@ def sampling_params(config: SamplingConfig, seed: int, temperature: float | None
         repetition_penalty=config.repetition_penalty,
         stop=config.stop,
         min_new_tokens=config.min_completion_length,
-        coupled=alike,
+        coupled=coupled,
     )
 
 
@@ -178,7 +178,7 @@ def sync_weights(trainer: SamplingTrainer) -> None:
 
 
 def _publish(trainer: SamplingTrainer, engine: StepEngine) -> None:
-    """Let a `StepEngine` have the trainer's weights; every process must call it."""
+    """Give a `StepEngine` the trainer's weights; every process must call it."""
     with trainer.parallel.gathering(trainer.model) as sends:
         if sends:
             engine.publish(trainer.model, trainer.step)
@@ -234,7 +234,7 @@ def step_rollouts(
 
 
 def computes_as_trainer(engine: GenerationEngine) -> bool:
-    """Whether an engine computes log-probs from the trainer's present weights, and as it would."""
+    """Whether an engine computes log-probs from the trainer's present weights, in the same way."""
     return engine.exact if isinstance(engine, StepEngine) else isinstance(engine, TransformersEngine)
 
 
