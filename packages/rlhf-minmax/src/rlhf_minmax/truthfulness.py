@@ -9,7 +9,7 @@ from torch import Tensor
 
 ConstraintMeasure = Literal["balanced_accuracy", "accuracy", "brier"]
 _RATE_BOUNDS = (0.1, 0.9)
-"""Class shares are kept inside these, so that a lone example of a class cannot rule the batch."""
+"""Class shares are clipped to these, so that a lone example of a class cannot dominate the batch."""
 
 
 def class_weights(labels: Tensor) -> Tensor:
@@ -18,7 +18,8 @@ def class_weights(labels: Tensor) -> Tensor:
     With them the mean of an error indicator estimates 1 - balanced accuracy (Brodersen et al. 2010,
     https://doi.org/10.1109/ICPR.2010.764), so that always saying the more frequent verdict does not pay.
 
-    Labels (B,) say whether each judged answer is in truth right.
+    Args:
+        labels: (B,) bool, whether each judged answer is right.
 
     Returns:
         (B,) fp32 > 0.
@@ -41,11 +42,12 @@ def violations(
     A critique that is unparsable, or whose evidence is not in the text or contradicts its verdict
     (`grounded` false), violates fully whatever its verdict: a true verdict on invented evidence is useless.
     Of the others, `balanced_accuracy` and `accuracy` take v_i = [verdict ≠ truth], `brier` takes
-    v_i = (P_i - y_i)², P_i the probability the monitor gave to "right" (Brier 1950). Where it is not known
-    whether the answer is right, only the first kind can be checked: v_i = [not grounded].
+    v_i = (P_i - y_i)², P_i the probability the monitor gave to "right" (Brier 1950,
+    doi:10.1175/1520-0493(1950)078<0001:VOFEIT>2.0.CO;2). Where it is not known whether the answer is right,
+    only the first kind can be checked: v_i = [not grounded].
 
     Args:
-        labels: (B,) bool, whether the answer is right (y); of no account where that is not known.
+        labels: (B,) bool, whether the answer is right (y); ignored where that is not known.
         said_right: (B,) bool, the verdict.
         confidence: (B,) in [0, 1], probability the monitor gave to its verdict.
         grounded: (B,) bool.
@@ -74,7 +76,7 @@ def weighted_violations(
 
     Args:
         errors: (B,) what `violations` returned.
-        labels: (B,) bool, whether each answer is in truth right.
+        labels: (B,) bool, whether each answer is right.
         measure: what is measured.
         known: (B,) bool, whether `labels` are known; None: all of them.
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
 
 TRUTHFULNESS = "truthfulness"
-"""The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
+"""The monitor's constraint, whose metrics have short names too, such as `dual/lambda`."""
 
 
 class Controller:
@@ -62,7 +62,7 @@ class Controller:
         self.state = DualState(**state)
 
     def go_back(self, state: Mapping[str, Any]) -> None:
-        """Load λ and what moves it from what `to_dict` returned; what was counted since stays counted."""
+        """Restore λ and its rule's memory from what `to_dict` returned; counters keep counting."""
         names = ("multiplier", "violation_ema", "integral", "proportional", "derivative")
         moved = {name: state[name] for name in names}
         self.state = replace(self.state, **moved)

@@ -1,4 +1,4 @@
-"""Guards: a player that has collapsed is found, and put back to where it was good."""
+"""Guards: they detect a player that has collapsed, and restore its last good parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 _WORSE = 0.1
 """Smoothed violation by which the last good monitor must have been better."""
 _SMOOTHING = 0.7
-"""Weight of what was known in the policy's smoothed value."""
+"""Weight of the previous smoothed value in the policy's moving average."""
 
 
 def collapse(

@@ -120,8 +120,8 @@ def why_impossible(check: BreakEven, read: ReadRates) -> list[str]:
 def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
     """Measure the gaps on labelled training stories and choose the judge's weight.
 
-    Truth pays on a story iff w_judge · ΔJ > w_reward · ΔR there; see `default_weight` for the weight that is
-    taken where none is set.
+    The right answer scores higher on a story iff w_judge · ΔJ > w_reward · ΔR there, where ΔJ is the judge's
+    gap and ΔR the reward model's; `default_weight` gives the weight where none is set.
 
     Args:
         pipeline: with its scales fixed.
@@ -189,8 +189,8 @@ def default_weight(game: GameConfig, costs: Tensor, gains: Tensor | None) -> flo
     weight = max(game.break_even_factor * (even or 0.0), game.w_reward)
     if gains is not None and even is not None:
         costs = game.w_reward * costs
-        # If the judge prefers the wrong answer, raising the weight makes the truth pay less. Such a story is
-        # satisfied if the truth still pays at the largest weight allowed, and unreachable otherwise.
+        # If the judge prefers the wrong answer, a larger weight only widens the right answer's gap. Such a
+        # story counts as satisfied if the right answer still scores higher at the largest weight allowed.
         otherwise = torch.where(2 * weight * gains > costs, -torch.inf, torch.inf)
         evens = torch.where(gains > 0, costs / gains, otherwise).sort().values
         last = max(math.ceil(game.break_even_share * len(evens)), 1) - 1
@@ -216,7 +216,7 @@ def _made_up_scores(pipeline: MinMaxPipeline, records: list[QARecord]) -> Tensor
 def _pairs(
     pipeline: MinMaxPipeline, records: Sequence[QARecord]
 ) -> tuple[list[QARecord], list[Answer], list[Answer]]:
-    """Stories with their most tempting wrong answer: the bait, or what the reward model likes most."""
+    """Stories, right answers, and most tempting wrong ones: baits, or wrong choices of the highest reward."""
     rules = pipeline.prompts.rules
     baited = [(r, rules.rival(r)) for r in records if rules.is_hack(r, None) is not None]
     named = [(record, rival) for record, rival in baited if rival is not None]
@@ -265,7 +265,7 @@ def _judged_gaps(
 ) -> Tensor:
     """By story, how much more the judge believes the right answer than the wrong one.
 
-    It judges all of them in one call: two would tell a judge that keeps count which are which.
+    All are judged in one call: from two calls a judge that counts its calls could tell which are right.
     """
     scores = pipeline.judged(records, [*right, *wrong], [*critiques[0], *critiques[1]])
     higher, lower = scores.chunk(2)
@@ -273,7 +273,7 @@ def _judged_gaps(
 
 
 def _ratio(cost: float, gain: float) -> float | None:
-    """Weight at which the gain outweighs the cost: None if there is no gain, 0 if there is no cost."""
+    """Weight above which the gain outweighs the cost: None without a gain, 0 without a cost."""
     return max(cost, 0.0) / gain if gain > 0 else None
 
 

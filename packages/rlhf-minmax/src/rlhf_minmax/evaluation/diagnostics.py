@@ -1,4 +1,4 @@
-"""The parts of the game's metrics other than accuracies: effects of critiques, calibration, oscillation."""
+"""Metrics of the game other than accuracies: effects of critiques, calibration, oscillation."""
 
 from __future__ import annotations
 

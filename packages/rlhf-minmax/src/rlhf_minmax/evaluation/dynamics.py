@@ -1,4 +1,4 @@
-"""Training dynamics: the two players' changes in relation to each other over a run."""
+"""Training dynamics: the two players' time scales, oscillation of the game's value, and rollbacks."""
 
 from __future__ import annotations
 

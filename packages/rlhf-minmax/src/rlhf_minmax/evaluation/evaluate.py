@@ -60,7 +60,7 @@ def greedy_answers(
 def greedy_exchanges(
     pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: Sequence[Answer]
 ) -> Exchanges:
-    """Let the monitor criticise answers greedily, and score that."""
+    """Greedy critiques of answers by the monitor, with all scores."""
     rewards = pipeline.rewards(records, answers)
     critiques = pipeline.criticise(records, answers, 1, seed=0, greedy=True)
     judge = pipeline.judge_scores(records, answers, critiques)
@@ -69,7 +69,7 @@ def greedy_exchanges(
 
 
 def answer_metrics(answers: Sequence[Answer], rewards: Tensor) -> Metrics:
-    """How true, legible and long answers are, and their mean standardised reward; None if undefined."""
+    """Accuracy, hack, parse and truncation rates, length and mean standardised reward; None if undefined."""
     sampled = [answer.rollout for answer in answers if answer.rollout is not None]
     metrics: Metrics = {
         "policy/accuracy": rate([answer.correct for answer in answers]),
@@ -84,10 +84,10 @@ def answer_metrics(answers: Sequence[Answer], rewards: Tensor) -> Metrics:
 
 
 def verdict_metrics(critiques: Sequence[CritiqueSample], labels: Sequence[bool | None]) -> Metrics:
-    """How true the verdicts are, and how critiques look; None if undefined.
+    """Accuracy and calibration of verdicts, length and format of critiques; None if undefined.
 
-    An unparsable critique is wrong about everything, and its probability of "right" is 0.5. Verdicts are
-    measured where a label is known, which is not None.
+    An unparsable critique counts as a wrong verdict, with probability 0.5 of "right". Verdicts are measured
+    where the label is not None.
     """
     pairs = [(c, label) for c, label in zip(critiques, labels, strict=True) if label is not None]
     checked, labels = [critique for critique, _ in pairs], [label for _, label in pairs]

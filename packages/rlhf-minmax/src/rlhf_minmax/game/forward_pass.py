@@ -134,10 +134,10 @@ class MinMaxPipeline:
         w_judge: weight of the judge's standardised score.
         reward_scale: standardises the reward model's scores.
         judge_scale: standardises the judge's scores.
-        watch: of answers, critiques and scores.
+        watch: times answers, critiques and scores.
         passes: how many forward passes have drawn their own seed.
         shared: the models, where processes hold a part of them each; None where they are whole.
-        workers: who samples; None: this process.
+        workers: processes that sample; None for this one.
     """
 
     players: Players
@@ -274,7 +274,7 @@ class MinMaxPipeline:
     def judge_scores(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[CritiqueSample]
     ) -> Tensor:
-        """(C,) standardised judge scores; of an unparsable critique the judge learns nothing."""
+        """(C,) standardised judge scores; an unparsable critique is not shown to the judge."""
         of_each = [answers[critique.answer] for critique in critiques]
         return self.judged(batch, of_each, [each.text if each.parsed else None for each in critiques])
 
@@ -292,7 +292,11 @@ class MinMaxPipeline:
     def policy_judge_scores(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
     ) -> Tensor:
-        """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any."""
+        """(A,) the judge's part of the policy's reward, standardised: by fresh critiques, checks, or neither.
+
+        The mean over `policy_critiques` critiques; with a validator that does not leave the choice to the
+        monitor, its own checks, or the mean of both (`mixed`); without critiques the bare scores.
+        """
         count, by_others = self.config.game.policy_critiques, None
         if isinstance(self.judge, Validator) and self.judge.chooser != "monitor":
             asked = [(batch[answer.story], answer.claim) for answer in answers]
@@ -344,7 +348,7 @@ class MinMaxPipeline:
     def _made_up(
         self, batch: Sequence[QARecord], sampled_correct: list[bool | None], rng: random.Random
     ) -> list[Answer]:
-        """Made-up answers to labelled stories, for the label that the policy's own answers are short of."""
+        """Made-up answers to labelled stories, of the label that is rarer among the policy's own answers."""
         labelled = [story for story, record in enumerate(batch) if record.answer is not None]
         known = [correct for correct in sampled_correct if correct is not None]
         count = min(round(self.config.game.tampered_fraction * len(batch)), len(labelled))

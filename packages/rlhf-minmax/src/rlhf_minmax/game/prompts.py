@@ -26,7 +26,7 @@ class Prompts:
         dataset: the data set's own template.
         rules: rules for its answers and evidence.
         policy_template: prompt of the policy, from `{prompt}`.
-        monitor_template: prompt of the monitor, from `{prompt}` and `{answer}` (with its leading blank).
+        monitor_template: prompt of the monitor, from `{prompt}` and `{answer}` (with its leading space).
         answer_template: a made-up answer, from `{choice}`.
     """
 

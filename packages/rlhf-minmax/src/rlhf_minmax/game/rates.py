@@ -13,7 +13,7 @@ from rlhf_minmax.game.forward_pass import Answer, CritiqueSample
 def verdict_errors(critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[float | None, float | None]:
     """Shares of right answers not called right, and of wrong ones not called wrong; None without any such.
 
-    An unparsable critique errs about everything.
+    An unparsable critique counts as an error.
     """
     said = [c.parsed.verdict if c.parsed else None for c in critiques]
     rates = []
@@ -24,7 +24,7 @@ def verdict_errors(critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple
 
 
 def spread_ratio(first: Tensor, second: Tensor, groups: Tensor) -> float | None:
-    """How much more one part of a reward spreads within groups than another: ratio of their deviations there.
+    """Ratio of the standard deviations of two parts of a reward within groups.
 
     Args:
         first: (B,) one part.
@@ -32,14 +32,14 @@ def spread_ratio(first: Tensor, second: Tensor, groups: Tensor) -> float | None:
         groups: (B,) index of each completion's group.
 
     Returns:
-        None if the second does not spread.
+        None if the second part does not vary within groups.
     """
     a, b = (float(group_baseline(part, groups).square().mean().sqrt()) for part in (first, second))
     return a / b if b > 0 else None
 
 
 def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
-    """Shares of critiques that keep the form, quote the story, or were cut off."""
+    """Shares of critiques that keep the format, have valid evidence, or were cut off."""
     count = max(len(critiques), 1)
     return {
         "monitor/parse_rate": sum(c.parsed is not None for c in critiques) / count,
@@ -49,10 +49,10 @@ def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
 
 
 def form_match(answers: Sequence[Answer], made_up: Callable[[str], str]) -> tuple[float | None, str]:
-    """How many of a policy's answers are worded exactly as made-up ones, blanks included.
+    """Share of a policy's answers that are worded exactly as made-up ones, white space included.
 
-    Made-up answers have the label that the policy's own are short of. Where the wording differs, it gives the
-    right verdict away.
+    Most made-up answers have the label that is rarer among the policy's own, so a difference in wording would
+    give the right verdict away.
 
     Returns:
         Share of the answers that name a choice, None if none does; one that is worded otherwise, or "".

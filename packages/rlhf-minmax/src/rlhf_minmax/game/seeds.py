@@ -6,14 +6,14 @@ They are part of what makes a run repeatable: other numbers here are other games
 from __future__ import annotations
 
 _PER_RUN = 1_000_003
-"""So much that a run of fewer than 100,000 steps shares no step's seed with the run of the next seed."""
+"""Distance of the seeds of two runs: with fewer than 100,000 steps they share no step's seed."""
 _PER_STEP = 10
 """More than the offsets below need, so that no step uses a seed of the next."""
 
 CRITIQUES = 1
-"""Offset of critiques to the seed of the answers that they are about."""
+"""Offset of the critiques' seed from that of the answers they criticise."""
 POLICY_CRITIQUES = 2
-"""Offset of the policy's turn, with its fresh critiques and checks, to the step's seed."""
+"""Offset of the seed of the policy's turn, with its fresh critiques and checks, from the step's seed."""
 
 
 def step_seed(run_seed: int, step: int) -> int:

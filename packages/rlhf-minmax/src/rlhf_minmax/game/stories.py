@@ -33,7 +33,7 @@ WORLD_TEMPLATE = "{story}\n{question}\n"
 
 @dataclass(frozen=True)
 class Stories:
-    """Records for training, for evaluation and to build models from, and how they are put to the players.
+    """Records for training, for evaluation and to build models from, and the prompts made of them.
 
     Training stories may lack the right answer; held-out ones and those to build from have it.
 
@@ -176,7 +176,7 @@ def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -
 def _load(
     data: DataConfig, path: str, rules: TextRules, skipped: list[str], *, needs_answer: bool
 ) -> list[QARecord]:
-    """The rows of a file, whose marked evidence a critic could quote."""
+    """The rows of a file; refuses marked evidence that the rules do not accept."""
 
     def check(record: QARecord) -> None:
         if record.evidence is not None and not rules.evidence_holds(record, record.evidence):

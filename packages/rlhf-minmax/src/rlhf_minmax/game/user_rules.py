@@ -16,7 +16,7 @@ def load_rules(config: MinMaxConfig) -> TextRules:
     """The rules of rows from files: the user's, or those for any text.
 
     Raises:
-        UserError: the user's cannot be imported or made, are no `TextRules`, or have a misspelt method.
+        UserError: the user's cannot be imported or made, are not `TextRules`, or have a misspelt method.
     """
     named, words = config.data.rules, config.constraint.min_evidence_words
     if named is None:
@@ -71,7 +71,7 @@ def check_validator(rules: TextRules, config: MinMaxConfig) -> None:
 
 
 def validates(rules: TextRules) -> bool:
-    """Whether rules say what refutes an answer."""
+    """Whether rules define `refutes`."""
     own = rules.own if isinstance(rules, UserRules) else rules
     return type(own).refutes is not TextRules.refutes
 
@@ -79,7 +79,7 @@ def validates(rules: TextRules) -> bool:
 class UserRules(TextRules):
     """A user's rules, whose errors and wrong results become one sentence that names the row.
 
-    All methods of `TextRules` ask the user's; they are put in place below, by what they may return.
+    Every method of `TextRules` calls the user's; they are set below, with the types that each may return.
 
     Args:
         own: the user's.
@@ -90,7 +90,7 @@ class UserRules(TextRules):
         self.own, self.named = own, named
 
     def _asked(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """The result of a method of the user's; a record that it is about is its first argument."""
+        """Result of a method of the user's rules; the record it is about, if any, is its first argument."""
         where = f"data.rules {self.named}: {method}"
         record = named.get("record", next(iter(arguments), None))
         if isinstance(record, QARecord) and record.where:
@@ -144,13 +144,13 @@ for _method in _RETURNS:
 _REFUTED = 32
 """About how many records `refutes` is asked about before a run."""
 _ALIKE = 0.8
-"""From which `difflib` ratio one name is taken for another, misspelt: that of clam and claim is 0.89."""
+"""`difflib` ratio above which a name counts as another one misspelt; clam and claim have 0.89."""
 
 
 def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
-    """Ask a user's rules everything about the first record, so that their errors come before the run.
+    """Call every method of a user's rules on the first record, so that errors come before the run.
 
-    Then `check_consistent` looks at all of them.
+    Then `check_consistent` checks all records.
     """
     if not isinstance(rules, UserRules) or not records:
         return
@@ -172,9 +172,9 @@ def check_rules(rules: TextRules, records: Sequence[QARecord]) -> None:
 
 
 def check_consistent(rules: TextRules, records: Sequence[QARecord]) -> None:
-    """Refuse rules that contradict themselves, since models would be taught what they say.
+    """Refuse rules that contradict themselves, since models are trained on what they say.
 
-    `refutes`, which may run a program, is asked about some records of the whole; all else about each.
+    `refutes`, which may run a program, is called on a sample of the records, the other methods on all.
 
     Args:
         rules: of any kind.
@@ -200,7 +200,7 @@ def check_consistent(rules: TextRules, records: Sequence[QARecord]) -> None:
 
 
 def _contradiction(rules: TextRules, record: QARecord, *, may_refute: bool) -> tuple[str, str] | None:
-    """A method of the rules, and how what it says of a record contradicts the others; None if none does."""
+    """A method of the rules, and how its result for a record contradicts the others; None if none does."""
     right = record.answer_text
     rival = rules.rival(record)
     if rival is not None and (rival == right or rival not in record.choices):

@@ -1,4 +1,4 @@
-"""A judge that checks what a critique says instead of believing it."""
+"""A judge that checks the evidence of critiques by the data set's rules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Chooser = Literal["monitor", "mixed", "random", "all"]
 
 
 class Validator:
-    """Believes an answer until a critique refutes it with evidence that the data set's rules confirm.
+    """Accepts an answer unless a critique refutes it with evidence that the data set's rules confirm.
 
-    A critique that finds fault is checked, which is a call: it refutes the answer or it does not.  One that
-    finds none, or cannot be read, is not checked.  So the critic chooses what is checked, as in RLAC
-    (arXiv:2511.01758), and its verdicts cannot be false without being found out.
+    A critique that finds fault is checked, in one call of `refutes`; one that finds none, or cannot be
+    parsed, is not.  So the critic chooses what is checked, as in RLAC (arXiv:2511.01758), and a false claim
+    to have found a fault lowers no score.
 
     Args:
         rules: the data set's, whose `refutes` is called.

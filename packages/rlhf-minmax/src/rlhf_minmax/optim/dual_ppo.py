@@ -147,7 +147,7 @@ class DualPPOOptimizer:
 
         Args:
             output: the pass.
-            updates: most updates; None for `monitor_updates_per_policy`, or 1 where that freezes it.
+            updates: maximum number of updates; None for `monitor_updates_per_policy`, or 1 where that is 0.
         """
         assert self.monitor is not None
         critiques = output.critiques
@@ -177,7 +177,7 @@ class DualPPOOptimizer:
     def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> Metrics:
         """Keep a good monitor; roll a collapsed one back, with its multiplier; return the guard's metrics.
 
-        A batch without a label says nothing about the monitor.
+        A batch without a label gives no measurement of the monitor.
         """
         if output.mean_violation is None or self.dual.violation_ema is None:
             guard.pass_over()
@@ -230,7 +230,7 @@ class DualPPOOptimizer:
         return {f"policy/{name}": value for name, value in metrics.items()}
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the players' optimizer states into a folder; everything else, for the trainer's JSON.
+        """Write the players' optimizer states into a folder; returns the rest, for the trainer's JSON.
 
         Every process must call it.
         """

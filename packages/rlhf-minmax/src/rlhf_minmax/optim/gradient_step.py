@@ -43,13 +43,13 @@ class PlayerScorer(nn.Module):
 
 
 class Stepper(ABC):
-    """Takes a player's gradients, in several processes those of all, and steps its parameters.
+    """Sums a player's gradients over all processes, and steps its parameters.
 
     Attributes:
         scorer: the module whose parameters are trained.
         optimizer: AdamW.
         lock_step: whether every process must make as many passes as the others.
-        can_drop: whether gradients can be dropped before they became a step.
+        can_drop: whether gradients can be dropped instead of being applied.
     """
 
     scorer: PlayerScorer

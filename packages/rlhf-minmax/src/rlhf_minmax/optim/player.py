@@ -79,7 +79,7 @@ class PlayerOptimizer:
         player: whose parameters are trained; they are listed here, once.
         settings: the player's own: temperature, clip range, KL, optimizer.
         config: the run's, for what the player does not set.
-        learning_rate: of AdamW, at its highest.
+        learning_rate: peak learning rate of AdamW.
         total_steps: steps of the run, for the schedule of the learning rate.
         shared: the models of a game that is sharded, the player among them; None for one that is not.
 
@@ -148,7 +148,7 @@ class PlayerOptimizer:
         Args:
             rollouts: B sampled completions with their sampling log-probs.
             advantages: (B,) as `sequence_advantages` gives them; rewards for a player with a critic.
-            updates: most steps.
+            updates: maximum number of steps.
 
         Returns:
             `loss`, `kl` (k3 to the reference, per token), `kl_start` (the same before the first step),
@@ -232,7 +232,7 @@ class PlayerOptimizer:
         return [replace(part, advantages=standardise_with(part.advantages, over_all)) for part in found]
 
     def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
-        """Gradient of the mean loss over all processes' tokens, clipped, and what was measured on the way."""
+        """Gradient of the mean loss over all processes' tokens, clipped; returns the metrics of the pass."""
         step, self.observed_step = self.observed_step, None
         observers = None if step is None else self.observers
         if observers and step:
@@ -245,7 +245,7 @@ class PlayerOptimizer:
         return _finite(measured if norm is None else measured | {"grad_norm": float(norm)})
 
     def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:
-        """The loss and its companions, means over the tokens of all processes; with gradients on request."""
+        """The loss and other metrics, means over the tokens of all processes; `learns` adds gradients."""
         sums = torch.zeros(len(_MEASURED), device=self.player.device)
         with self.stepper.scorer.player.active(), torch.set_grad_enabled(learns):
             for number, part in enumerate(scored, start=1):

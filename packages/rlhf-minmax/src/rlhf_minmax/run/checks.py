@@ -66,7 +66,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class LongestText:
-    """The longest text a role may have before it.
+    """The longest text that a role may have in its context.
 
     Args:
         role: whose.
@@ -185,7 +185,7 @@ def _read_info(name: str, *, may_be_adapter: bool) -> ModelInfo:
 
 
 def _check_kind(role: str, info: ModelInfo, *, scores: bool) -> None:
-    """Refuse a language model where a score is wanted, and the other way round."""
+    """Refuse a language model where a scoring model is expected, and vice versa."""
     if info.adapter is not None and brings_head(info.adapter):
         return
     kind = (info.config.architectures or ["model of unknown kind"])[0]
@@ -248,7 +248,7 @@ class Ruler:
         return self._made_up[role, choice]
 
     def length(self, role: str, record: QARecord) -> int:
-        """Tokens of the longest text a role may have before it."""
+        """Tokens of the longest text that a role may have in its context."""
         critique = self.config.monitor_model.max_new_tokens
         if role == "policy":
             return len(self.policy_prompt(record)) + self.config.policy_model.max_new_tokens
@@ -306,7 +306,7 @@ class Ruler:
         return found
 
     def warnings(self) -> list[str]:
-        """Checks that `max_new_tokens` cuts off no answer, and that made-up answers can be parsed."""
+        """Warnings that `max_new_tokens` would cut off texts, or that made-up answers cannot be parsed."""
         train, rules = self.stories.labelled, self.stories.prompts.rules
         answers = [answer_text(r.answer_text) for r in train]
         if self.models["policy"].name is not None:
@@ -325,7 +325,7 @@ class Ruler:
         return [text for text in (*found, self._unread()) if text]
 
     def _unread(self) -> str | None:
-        """Whether made-up answers read as the choice they were made from; looked at on the probe stories."""
+        """A warning if made-up answers are not parsed as their own choice; checked on the probe stories."""
         prompts, records = self.stories.prompts, self.stories.labelled[: self.config.data.probe_stories]
         texts = [(prompts.made_up(record.answer_text), record) for record in records]
         unread = [text for text, record in texts if prompts.rules.claim(record, text) != record.answer_text]

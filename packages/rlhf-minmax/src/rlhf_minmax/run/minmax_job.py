@@ -100,7 +100,7 @@ class MinMaxJob:
     rebuild_demo: bool = False
     stories: Stories | None = None
     _warned: list[str] = field(default_factory=list, init=False)
-    """Warnings of before the first step."""
+    """Warnings given before the first step."""
     _beginning: dict[str, str] = field(default_factory=dict, init=False)
     """Hashes that identify the run's stories and rules."""
 

@@ -25,16 +25,16 @@ def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
 
 
 def check_same_beginning(preflight: Path, stories: Stories) -> dict[str, str]:
-    """Refuse to go on with stories or rules that are not those of the run's beginning.
+    """Refuse to resume a run with other stories or rules than it began with.
 
     Its start was measured with those, and its models may have been built from them.
 
     Args:
-        preflight: what the run wrote before its first step; it need not exist.
-        stories: those of now, with their rules.
+        preflight: the file that the run wrote before its first step; it need not exist.
+        stories: the present stories, with their rules.
 
     Returns:
-        What stories and rules are known by, for that file.
+        Hashes of stories and rules, for that file.
 
     Raises:
         UserError: stories, rules or templates of prompts have changed.
@@ -62,7 +62,7 @@ def _skipped(stories: Stories) -> str | None:
 
 
 def _contradictory(stories: Stories) -> str | None:
-    """That the right answer of a row is a wrong one in another row with the same story and question."""
+    """A warning if a row's right answer is a wrong choice in another row with the same story and question."""
     rows: dict[tuple[str, str], list[tuple[str, QARecord]]] = defaultdict(list)
     for what, part in (("training", stories.building), ("held-out", stories.held_out)):
         for number, record in enumerate(part, start=1):
@@ -95,7 +95,7 @@ def _disagreeing(
 
 
 def _unlabelled(stories: Stories) -> str | None:
-    """A warning that says how many rows of a file have no answer; None if that was asked for, or none is."""
+    """A warning about training rows without an answer; with `data.label_share` below 1 see `_share`."""
     count = len(stories.train) - len(stories.labelled)
     if stories.label_share < 1:
         return _share(stories)
@@ -120,7 +120,10 @@ def _share(stories: Stories) -> str | None:
 
 
 def _named(config: MinMaxConfig, stories: Stories) -> str | None:
-    """How many stories name their right choice: truthful critiques can be written of those only."""
+    """A warning if some stories do not name their right choice: they cannot have truthful critiques.
+
+    Where models are built, too few that do are an error.
+    """
     rules, count = stories.prompts.rules, len(stories.building)
     judged = stories.judged
     if needs_demo(config) and judged and all(rules.correct_evidence(record) is None for record in judged):
@@ -150,7 +153,7 @@ def _named(config: MinMaxConfig, stories: Stories) -> str | None:
 
 
 def _built(config: MinMaxConfig, stories: Stories) -> str | None:
-    """That tiny models do not learn to read prose from a file."""
+    """A warning that the tiny models built from a file are too small to read prose."""
     if config.data.train_data is None or not needs_demo(config):
         return None
     return (

@@ -1,4 +1,4 @@
-"""A fingerprint of a run's models at its start, by which a resumed run sees that they are the same."""
+"""A fingerprint of a run's models at its start, with which a resumed run checks that they are the same."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def marks_of(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> Marks:
 
 
 def check_same_models(now: Marks, before: Mapping[str, Sequence[float]], run: Path) -> None:
-    """Refuse models that say something else than at the run's beginning.
+    """Refuse models whose fingerprints differ from those of the run's start by more than rounding.
 
     Raises:
-        UserError: a model is another one.
+        UserError: a model is not the same.
     """
     for role, values in now.items():
         former = before.get(role, ())

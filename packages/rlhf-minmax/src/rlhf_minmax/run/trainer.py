@@ -37,7 +37,7 @@ from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.scorers.loading import HeldOut
 
 _SHOWN = 4
-"""Held-out stories whose exchanges are kept on the way."""
+"""Held-out stories whose exchanges are written during training."""
 
 StepCallback = Callable[[int, int, Metrics], None]
 """Called with (step, total steps, metrics) after every step."""
@@ -56,7 +56,7 @@ class MinMaxTrainer:
         eval_records: held-out stories for `training.eval_steps`.
         run: where metrics and checkpoints go; None keeps nothing.
         adversary: false trains the policy on the reward model alone: plain RLHF.
-        held_out: scorers for evaluations on the way, which are never trained on.
+        held_out: scorers for evaluations during training, which are never trained on.
         on_step: called after every step.
 
     Attributes:
@@ -95,7 +95,7 @@ class MinMaxTrainer:
         self.num_tokens = 0
         self.dynamics, self.doctor = Dynamics(), Doctor(config)
         self.past = {role: PastPlayers() for role in self.optimizer.players()}
-        self._foreign = ""
+        self._foreign = ""  # a sampled answer worded differently from made-up ones, see `form_match`
         training = config.training
         if adversary:
             examples = len(self.eval_records)
@@ -327,7 +327,7 @@ class MinMaxTrainer:
         return latest is not None
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Put both players, their optimizers, λ and the data position where the checkpoint has them.
+        """Restore both players, their optimizers, λ and the data position from a checkpoint.
 
         Raises:
             UserError: the checkpoint was made with other data or other models.
@@ -348,7 +348,7 @@ class MinMaxTrainer:
         self.step, self.num_tokens = state["step"], state["num_tokens"]
 
     def _take_best(self, folder: Path) -> None:
-        """Put the players and the multipliers where the best checkpoint has them."""
+        """Restore the players and the multiplier from the best checkpoint."""
         self._load_players(folder, CheckpointManager.read_state(folder))
 
     def _load_players(self, folder: Path, state: Mapping[str, Any]) -> None:
