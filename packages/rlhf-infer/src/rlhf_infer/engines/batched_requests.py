@@ -19,7 +19,7 @@ TopLogps = Sequence[tuple[int, float]]
 
 
 _ANY = 1 << 31
-"""In place of a number of tokens."""
+"""Stands for any `max_new_tokens`, which cohorts of one kind need not share."""
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Order:
             self.result.set_result([self.drawn[sample] for sample in self.samples])
 
     def fail(self, error: Exception) -> None:
-        """Tell the caller, once."""
+        """Pass the error to the caller, once."""
         if self._wanted():
             self.result.set_exception(error)
 
@@ -75,7 +75,7 @@ class Running:
 
     @property
     def waited_for(self) -> list[Piece]:
-        """The pieces that somebody waits for."""
+        """The pieces whose callers still wait."""
         return [piece for piece in self.pieces if piece is not None]
 
     @property
@@ -88,7 +88,7 @@ class Running:
         return {place: self.cohort.rows.drawn(place) for place in self.cohort.rows.live()}
 
     def tell(self, lengths: Mapping[int, int]) -> None:
-        """Tell those who follow of the tokens that completions got since they had these lengths."""
+        """Call `on_token` for the tokens that completions got since they had these lengths."""
         rows = self.cohort.rows
         logps = rows.logps if rows.raw_logps is None else rows.raw_logps
         for place, length in lengths.items():
@@ -102,7 +102,7 @@ class Running:
 
 
 def fail(pieces: Sequence[Piece | None], error: Exception) -> None:
-    """Tell the callers of pieces."""
+    """Pass an error to the callers of pieces."""
     for piece in pieces:
         if piece is not None:
             piece.order.fail(error)

@@ -35,11 +35,11 @@ _APART = 4
 """Cohorts of one kind that are decoded apart; joining copies their keys and values."""
 
 ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
-"""Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
+"""Numbers of rows that a forward pass is padded to; few, because each new shape takes memory for good."""
 
 
 class ContinuousBatcher:
-    """Generates for many callers at a time; each pass decodes whatever is there, requests join at any token.
+    """Generates for many callers at a time: a pass decodes all running requests, others join at any token.
 
     Requests that began at different times and have the same settings, but for seed and length, are decoded as
     one batch once there are more than a few.
@@ -48,12 +48,12 @@ class ContinuousBatcher:
     token may differ where two are equally likely.
 
     Keys and values never take more than the engine's `max_batch_tokens`, counted in the blocks that rows
-    fill: a completion may be long without taking up what it may never need. Requests start in the order in
-    which they came, as soon as every row could fill one more block; where rows turn out to need more than
-    there is, the youngest requests give their keys and values up, and go on later with the same tokens (the
-    preemption by recomputation of Kwon et al. 2023, arXiv:2309.06180). A request with more samples than fit
-    at once at their longest is drawn in pieces, so that the oldest always comes to its end. A separate thread
-    does the work; the model must not be used otherwise.
+    fill: no memory is reserved for a completion's longest length. Requests start in the order in which they
+    came, as soon as every row could fill one more block; where rows turn out to need more than there is, the
+    youngest requests give up their keys and values, and continue later with the same tokens (the preemption
+    by recomputation of Kwon et al. 2023, arXiv:2309.06180). A request with more samples than fit at once at
+    their longest is drawn in pieces, so that the oldest can always finish. A separate thread does the work;
+    nothing else may use the model.
 
     While others are generated, a long prompt is computed in chunks, one before each of their tokens (chunked
     prefill, Agrawal et al. 2023, arXiv:2308.16369), as far as the engine's `prefix_cache_tokens` hold them.
@@ -109,6 +109,7 @@ class ContinuousBatcher:
             The rollouts, as soon as all have finished. Cancelling it ends the samples at the next token.
 
         Raises:
+            ValueError: `n` is below 1.
             UserError: the prompt is empty or, with a completion, longer than the model's context or the
                 engine's `max_batch_tokens`.
             RuntimeError: the batcher is closed.
@@ -132,8 +133,8 @@ class ContinuousBatcher:
     def submit_work(self, work: Callable[[], T]) -> Future[T]:
         """Have other work done in the batcher's thread, between two tokens; what `work` raises fails it.
 
-        On CPUs two threads that both compute with many threads each take each other's cores; work that would
-        can be run during generation is run sooner in its midst.
+        On CPUs two threads that each compute on many cores compete for them: work is done sooner between two
+        tokens than beside the generation.
 
         Raises:
             RuntimeError: the batcher is closed.
@@ -148,7 +149,7 @@ class ContinuousBatcher:
 
     @property
     def running(self) -> int:
-        """Requests that are being generated, those among them that have to pause."""
+        """Number of requests that are being generated, paused ones included."""
         pieces = [piece for each in self._begun for piece in each.pieces if piece is not None]
         return len({id(piece.order) for piece in pieces})
 
@@ -163,7 +164,7 @@ class ContinuousBatcher:
         return len(self._paused)
 
     def close(self) -> None:
-        """Give up what is not finished, and end the thread."""
+        """Fail what is not finished, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -197,7 +198,7 @@ class ContinuousBatcher:
             return not self._closed
 
     def _do_work(self) -> None:
-        """Do what others have brought, one piece before each token."""
+        """Do one piece of the work that `submit_work` got, before each token."""
         if not self._work:
             return
         work, result = self._work.popleft()
@@ -209,7 +210,7 @@ class ContinuousBatcher:
             result.set_exception(error)
 
     def _admit(self) -> None:
-        """Go on with what pauses, then start the pieces that fit, neighbours of one kind in one cohort."""
+        """Resume what is paused, then start the pieces that fit, neighbours of one kind in one cohort."""
         self._go_on()
         left = self._chunk_tokens if self._running else math.inf
         left -= self._compute_ahead(left)
@@ -230,7 +231,7 @@ class ContinuousBatcher:
             self._running.append(Running(cohort, list(batch)))
 
     def _go_on(self) -> None:
-        """Compute again what pauses, the oldest first, as far as it fits."""
+        """Resume paused requests, the oldest first, as far as they fit."""
         while self._paused and self._fits(self._paused[0].cohort.needed_tokens(BLOCK)):
             each = self._paused.pop(0)
             try:
@@ -285,12 +286,12 @@ class ContinuousBatcher:
         return batch
 
     def _fits(self, tokens: int) -> bool:
-        """Whether that many may be held too while all that runs fills another block; if nothing runs, yes."""
+        """Whether `tokens` fit while every running row fills one more block; always if nothing runs."""
         held = sum(each.cohort.needed_tokens(BLOCK) for each in self._running)
         return not held or held + tokens <= self.engine.max_batch_tokens
 
     def _make_room(self) -> None:
-        """Let the youngest pause until the next token of the others fits."""
+        """Pause the youngest requests until the next token of the others fits."""
         while (
             len(self._running) > 1
             and sum(each.cohort.needed_tokens() for each in self._running) > self.engine.max_batch_tokens
@@ -301,7 +302,7 @@ class ContinuousBatcher:
             self.preemptions += 1
 
     def _step(self) -> None:
-        """Drop what nothing waits for, decode one token of everything else, answer what has finished."""
+        """Drop cancelled requests, decode one token of all others, answer those that have finished."""
         for each in self._begun:
             for prompt, piece in enumerate(each.pieces):
                 if piece is not None and piece.order.result.done():
@@ -345,7 +346,7 @@ class ContinuousBatcher:
                 self._running = [each for each in self._running if each not in group]
 
     def _joined_size(self, group: list[Running]) -> int:
-        """Tokens that all that runs holds once a group of it is one cohort, padded to one length."""
+        """Tokens held by all running cohorts once a group of them is one, padded to one length."""
         apart = sum(each.cohort.needed_tokens() for each in self._running if each not in group)
         pieces = [piece for each in group for piece in each.waited_for]
         return apart + size_of(pieces, 1 + max(each.cohort.rows.longest for each in group))
@@ -382,7 +383,7 @@ class ContinuousBatcher:
                 piece.order.take(piece.samples, each.cohort.rows.rollouts_of(prompt))
 
     def _give_up(self, error: Exception) -> None:
-        """Fail all that is running; all that pauses or waits too once the batcher is closed."""
+        """Fail all running requests; paused and waiting ones too once the batcher is closed."""
         running, self._running = self._running, []
         if self._closed:
             running += self._paused

@@ -1,4 +1,4 @@
-"""Samples that are decoded together, a token of each at a time."""
+"""Samples that are decoded as one batch, one token per sample and step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_infer.engines.stop_strings import StopTexts
 from rlhf_infer.kv.decode_attention import room
 
 _ALIVE = 0.75
-"""Share of unfinished rows at which the others leave: until then copying costs more than it saves."""
+"""Share of unfinished rows at which finished ones leave: above it copying costs more than it saves."""
 
 
 class Cohort:
@@ -90,7 +90,7 @@ class Cohort:
         self._attention = None
 
     def resume(self, attention: Any) -> None:
-        """Go on with the keys and values of the rows and their prompts, those of `held`."""
+        """Continue with keys and values that were computed again: those of the prompts and of `held`."""
         self._attention = attention
 
     @property
@@ -119,7 +119,7 @@ class Cohort:
             self.plan.keep_rows(kept, self.rows.prompt)
 
     def cancel(self, prompt: int) -> None:
-        """End the rows of one of the prompts; what they have is of no use."""
+        """End the rows of one of the prompts, whose completions are discarded."""
         self.rows.finish(self.rows.prompt == prompt, "length")
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Guesses of the next tokens: from texts that are there already, and from completions of an earlier epoch."""
+"""Draft tokens (guesses) for speculative decoding: from the text so far, or from the last epoch's text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.speculative_batch import Guesses, RaggedRows, RowDrafts
 
 MOST = 32
-"""Guesses of a row in one pass. More save few passes, and cost much where an early one is wrong."""
+"""Most guesses of a row in one pass. More save few passes, and cost much where an early one is wrong."""
 _PASS = 100.0
-"""A pass costs as much as this many of its rows, with stories260k on one core; larger models save more."""
+"""Fixed cost of a pass, in units of one row's, with stories260k on one core; larger models save more."""
 _RAGGED = 1.2
-"""A pass over rows of different lengths costs this many times one over rows of equal length."""
+"""Cost of a pass over rows of different lengths, relative to one over rows of equal length."""
 _GRAMS = (3, 2)
-"""Tokens that have to agree before those that followed them become a guess, the most first."""
+"""Lengths of the n-grams that are looked up for a guess, the longest first."""
 
 
 class Drafter(Protocol):
     """Makes guesses for cohorts of samples."""
 
     measured: bool
-    """Whether the time that guesses cost and save decides when they are made; else the drafter does."""
+    """Whether measured times decide when guesses are made; otherwise the drafter decides."""
     couples: bool
     """Whether samples are to be drawn with `SamplingParams.coupled`: more of its guesses are right then."""
 
@@ -40,11 +40,12 @@ class PreviousCompletions:
     """Guesses that a prompt's completions are those of the epoch before.
 
     `keep` also measures how far new completions agree with the old ones, whether those were guesses or not.
-    So what guessing saves is known without trying, and from the completions alone: a run takes the same
-    course every time.
+    So the speed-up is predicted from the completions alone, without timing anything, and runs are
+    reproducible.
 
     Args:
-        least: predicted ratio of the time without guesses to that with them from which on they are made.
+        least: smallest predicted speed-up (time without guesses over time with them) at which guesses are
+            made.
     """
 
     measured = couples = False
@@ -52,9 +53,9 @@ class PreviousCompletions:
     def __init__(self, least: float = 1.05) -> None:
         self.least = least
         self.agreement: float | None = None
-        """Tokens up to which the newest completions agree with those before, on average; None at first."""
+        """Mean number of first tokens that the newest completions share with those before; None at first."""
         self.saving: float | None = None
-        """The predicted ratio, a mean over the calls of `keep`, the earlier the less; None at first."""
+        """The predicted speed-up, a moving average over the calls of `keep`; None at first."""
         self._known: dict[tuple[int, ...], list[list[int]]] = {}
 
     def keep(self, groups: Sequence[Sequence[Rollout]]) -> None:
@@ -122,13 +123,13 @@ class _WholeDrafts:
 
 
 class NgramDrafter:
-    """Guesses that what followed the last tokens before follows them again.
+    """Guesses that the last tokens are followed by what followed them before.
 
     Before means in the prompt, in the completion, or in other samples of the prompt that are drawn at the
     same time (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding).
 
     Args:
-        guesses: of a row in one pass, at most.
+        guesses: most guesses of a row in one pass.
     """
 
     measured, couples = True, False
@@ -198,9 +199,10 @@ def _following(
 
 
 def _saving(lengths: Sequence[int], agreed: Sequence[int]) -> float:
-    """Predicted time without guesses over that with them, of completions that agree with guesses so far.
+    """Predicted speed-up: time without guesses over that with them.
 
-    The row that goes on alone for longest decides how many passes there are.
+    `agreed` counts each completion's first tokens that were guessed rightly, of `lengths`. The row with the
+    most tokens after those decides how many passes there are.
     """
     alone = max(length - same for length, same in zip(lengths, agreed, strict=True))
     plain = _PASS * max(lengths) + sum(lengths)

@@ -1,4 +1,4 @@
-"""The passes that compute keys and values of prompts, and again those that samples had to give up."""
+"""Forward passes that compute keys and values: of prompts, and of samples that were preempted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_models.kernels.cpu_linear import rounding
 Forward = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
 """A forward pass of tokens (N,) at positions (N,) with a plan; gives their last hidden states (N, hidden)."""
 _AGAIN = 1024
-"""Tokens of samples that one pass computes again: more make its scores large."""
+"""Tokens of samples that one pass computes again; its attention scores grow with them."""
 
 
 def prefill(
@@ -106,7 +106,7 @@ def recompute(
 
 
 def within_window(model: Any, tokens: int) -> bool:
-    """Whether each of that many tokens sees all before it."""
+    """Whether each of `tokens` tokens sees all before it: no sliding window is shorter."""
     window = getattr(causal_lm(model).config.get_text_config(), "sliding_window", None)
     return window is None or tokens <= window
 

@@ -1,4 +1,4 @@
-"""Log-probs of the tokens of prompts, which nobody samples."""
+"""Log-probs of the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_models.language_model.head import chunk_rows
 
 @dataclass(frozen=True)
 class PromptLogps:
-    """Log-probs of a prompt's S tokens but the first, which nothing predicts.
+    """Log-probs of a prompt's S tokens but the first, which has no context.
 
     Args:
         logps: (S - 1,) at temperature 1.
@@ -39,7 +39,7 @@ def prompt_logps(
     *,
     max_tokens: int = 1 << 14,
 ) -> list[PromptLogps]:
-    """The model's log-probs of the tokens of prompts; what several begin with is computed once.
+    """The model's log-probs of the tokens of prompts; shared prefixes are computed once.
 
     Args:
         model: a causal LM in eval mode, prepared for packing.

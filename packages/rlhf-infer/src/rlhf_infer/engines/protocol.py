@@ -28,8 +28,8 @@ class SamplingParams:
         max_new_tokens: longest completion in tokens, end-of-sequence token included; >= 1.
         temperature: >= 0; 0 takes the most likely token.
         seed: with the prompt's tokens and the sample's index it fixes the sample's random numbers.
-        coupled: whether two models that are alike shall draw alike from these numbers; from the same
-            distributions, but other tokens than without. Transformers engine only.
+        coupled: whether tokens are drawn by Gumbel races, so that similar models draw the same tokens more
+            often; the distributions are those of the default, the tokens are not. Transformers engine only.
         top_p: in (0, 1]: the likeliest tokens that together have at least this probability; 1 keeps all.
         top_k: this many of the likeliest tokens, and those as likely as the last of them; 0 keeps all.
         min_p: in [0, 1]: tokens at least this share as likely as the likeliest one; 0 keeps all.
@@ -41,7 +41,7 @@ class SamplingParams:
         stop: texts that end a completion as soon as it contains one; their tokens stay in it.
         stop_token_ids: tokens that end a completion like an end-of-sequence token; they stay in it, but are
             no part of its text.
-        ignore_eos: whether end-of-sequence tokens end nothing.
+        ignore_eos: whether completions continue after end-of-sequence tokens.
         min_new_tokens: tokens that come before an end-of-sequence token; and a stop text counts only where
             it ends after them; at most `max_new_tokens`.
         constraint: the form that a completion has, which then ends as soon as it is complete and nothing may
@@ -178,5 +178,5 @@ class GenerationEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds; it cannot generate afterwards where that was another process."""
+        """Release the engine's resources; an engine in another process cannot generate afterwards."""
         ...

@@ -21,7 +21,7 @@ _NUCLEUS = 256
 
 
 _RUNNERS = 256
-"""Tokens that have noise of their own in a race."""
+"""Likeliest tokens that each have their own noise in a race."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Sampler:
         self._bias = torch.tensor(list(bias.values()), device=device)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         self._uniforms = None if self._uniforms is None else self._uniforms[rows]
         self._seen = None if self._seen is None else self._seen[rows]
         self._counts = None if self._counts is None else self._counts[rows]
@@ -97,7 +97,7 @@ class Sampler:
             self._masks.keep(rows)
 
     def take(self, rows: Tensor, others: Sequence[tuple[Sampler, Tensor]]) -> None:
-        """Go on with these rows only, and after them with rows of other samplers of the same settings.
+        """Keep these rows only, and append rows of other samplers of the same settings.
 
         Raises:
             ValueError: what rows have drawn before changes what they may draw, see `remembers`.
@@ -247,7 +247,7 @@ class Sampler:
 
 
 def remembers(params: SamplingParams) -> bool:
-    """Whether the tokens that a completion has change, other than through the model, what comes next."""
+    """Whether the next token depends on the completion so far other than through the model."""
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return bool(penalised or params.logits_processors or params.constraint is not None)
 
@@ -276,7 +276,7 @@ def _through_processors(params: SamplingParams, completion: list[int], logits: T
 
 
 def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits (B, V) at the sampling temperature with -inf for what top-k, top-p and min-p take away."""
+    """Logits (B, V) at the sampling temperature, -inf for tokens that top-k, top-p or min-p exclude."""
     if params.top_k:
         least = logits.topk(min(params.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -307,7 +307,7 @@ def invert(logps: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def race(logps: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens (B,) that win a race: argmax of log p + Gumbel noise, which belongs to the place and the token.
+    """Tokens (B,) that win a race: argmax of log p + Gumbel noise, fixed by the position and the token.
 
     So the token is drawn from p (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and two distributions
     with total variation t between them draw different tokens with probability 2t / (1 + t) at most (Daliri,

@@ -1,4 +1,4 @@
-"""Speculative decoding: several guessed tokens of every row are computed in one pass."""
+"""Speculative decoding: several draft tokens (guesses) of every row are verified in one pass."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rlhf_infer.kv.decode_attention import RaggedAttention
 from rlhf_infer.kv.prompt_cache import PromptCache
 
 _ROWS_ON_CPU = 8
-"""Rows up to which a CPU computes their guesses in less time than these may save."""
+"""Most rows for which guesses can save time on a CPU."""
 _TRIAL = 4
-"""Passes that say how fast a way is."""
+"""Passes after which the speed with or without guesses counts as measured."""
 _PATIENCE = 64
 """Passes after which the slower way is tried again, and twice as many each time after that."""
 _FADE = 0.9
@@ -30,7 +30,7 @@ _FADE = 0.9
 
 
 class SpeculativeDecoder(TransformersEngine):
-    """A `TransformersEngine` that computes guesses of the next tokens along with the last one.
+    """A `TransformersEngine` that verifies guesses of the next tokens (draft tokens) along with the last one.
 
     A token is always drawn from the model's distribution by the random number that belongs to its place, as
     without speculation; a guess that turns out to be that token has saved a pass, any other changes nothing.
@@ -116,7 +116,7 @@ def _always(rows: int) -> bool:
 
 @dataclass
 class _Way:
-    """Tokens and seconds of passes, the earlier the less, and how many there were."""
+    """Decayed sums of tokens and seconds of passes, and the number of passes."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -129,7 +129,7 @@ class _Way:
 
 @dataclass
 class _Ways:
-    """Passes over like numbers of rows: `ways[1]` with guesses, `ways[0]` without."""
+    """Passes over similar numbers of rows: `ways[1]` with guesses, `ways[0]` without."""
 
     ways: tuple[_Way, _Way] = field(default_factory=lambda: (_Way(), _Way()))
     wait: int = _PATIENCE
@@ -137,13 +137,13 @@ class _Ways:
 
 
 class Payoff:
-    """Decides pass by pass, for each number of rows by itself, rounded to a power of two."""
+    """Decides pass by pass whether to guess, separately for each power of two of rows, by measured speed."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Ways] = {}
 
     def pays(self, rows: int) -> bool:
-        """Whether to guess in the next pass over that many rows: the faster way, at times the other."""
+        """Whether to guess in the next pass over `rows` rows: the faster way, now and then the other."""
         known = self._of(rows)
         plain, guessing = known.ways
         if guessing.passes < _TRIAL:

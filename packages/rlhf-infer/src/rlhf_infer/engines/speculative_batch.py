@@ -1,4 +1,4 @@
-"""Samples that are decoded together, each by any number of tokens at a time, where drafts guess them."""
+"""Samples that are decoded as one batch, each by any number of tokens per step, where drafts guess them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class RowDrafts(Protocol):
         ...
 
     def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
-        """Go on with these rows (B',) of the batch only, ascending, and their prompts (B',)."""
+        """Keep these rows (B',) of the batch only, ascending, with prompts (B',)."""
         ...
 
 
 class RaggedRows(Rows):
-    """`Rows` whose completions have lengths of their own."""
+    """`Rows` whose completions differ in length."""
 
     @classmethod
     def joined(cls, every: Sequence[Rows], max_new_tokens: int) -> RaggedRows:
@@ -120,7 +120,7 @@ class RaggedRows(Rows):
         self.extend(drawn, np.where(self.alive, np.arange(len(self.alive)), -1), self.lengths)
 
     def cut(self, row: int, length: int) -> None:
-        """Take away what a row of the batch has after `length` tokens."""
+        """Cut a row of the batch to `length` tokens."""
         self._lengths[self.place[row]] = length
 
     def finish(self, ends: np.ndarray, reason: Literal["stop", "length"]) -> None:
@@ -324,7 +324,7 @@ class SpeculativeCohort(Cohort):
 
 
 class _NoDrafts:
-    """Nothing is guessed."""
+    """Makes no guesses."""
 
     def propose(self, rows: RaggedRows) -> Guesses:
         """See `RowDrafts.propose`."""

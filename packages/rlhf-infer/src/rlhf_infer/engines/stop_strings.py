@@ -13,7 +13,7 @@ from rlhf_infer.engines.protocol import SamplingParams
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """The replacement character, which decoding puts in place of an incomplete UTF-8 sequence."""
 _MOST_BYTES = 4
-"""Bytes that a character has in UTF-8 at most."""
+"""Maximum number of bytes of a character in UTF-8."""
 
 
 class StopTexts:
@@ -48,9 +48,8 @@ class StopTexts:
         if int(completion[-1]) in self._hidden or not self._may_end(int(completion[-1])):
             return False
         first = max(0, len(completion) - self._reach - 1)
-        for _ in range(
-            _MOST_BYTES - 1
-        ):  # some tokenizers read nothing in bytes that begin within a character
+        # Some tokenizers decode nothing of bytes that begin within a character.
+        for _ in range(_MOST_BYTES - 1):
             if first and self._decode(completion[first:]).startswith(_BROKEN):
                 first -= 1
         context = prompt[-1:] if first == 0 else []
@@ -79,7 +78,7 @@ class StopTexts:
 
 
 def _overlaps(stop: str, read: str) -> bool:
-    """Whether a token that reads so holds a stop text, or begins with an ending of it."""
+    """Whether a token's text contains a stop text, or begins with an ending of it."""
     return stop in read or any(read.startswith(stop[-n:]) for n in range(1, len(stop) + 1))
 
 

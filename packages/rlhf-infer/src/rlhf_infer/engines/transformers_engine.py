@@ -86,7 +86,7 @@ class TransformersEngine:
         """Forget keys and values of earlier prompts; `generate` sees the model's weights as they are anyway.
 
         Raises:
-            ValueError: the model is another one than the engine's.
+            ValueError: the model is not the engine's.
         """
         if causal_lm(model) is not causal_lm(self.model):
             raise ValueError(
@@ -116,6 +116,7 @@ class TransformersEngine:
             One list of `n` rollouts per prompt, in the order of the prompts.
 
         Raises:
+            ValueError: `n` is below 1.
             UserError: a prompt is empty, or prompt and completion do not fit the model's context or
                 `max_batch_tokens`, or a logits processor leaves nothing to draw from.
         """
@@ -133,7 +134,7 @@ class TransformersEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits."""
+        """Number of logits per token."""
         return causal_lm(self.model).config.get_text_config().vocab_size
 
     def compile(self, constraint: Constraint) -> Any:
@@ -184,7 +185,7 @@ class TransformersEngine:
                 )
 
     def pieces(self, prompts: int, longest: int, samples: range, max_new_tokens: int) -> list[range]:
-        """Cut samples so that the keys and values of each piece fit `max_batch_tokens`, as evenly as it goes.
+        """Cut samples evenly so that the keys and values of each piece fit `max_batch_tokens`.
 
         Args:
             prompts: how many prompts they are drawn of.
@@ -271,8 +272,8 @@ class TransformersEngine:
     def resume(self, cohort: Cohort) -> None:
         """Compute keys and values again that a cohort has forgotten; the model has to be in eval mode.
 
-        Its tokens go on as if nothing had happened: their random numbers belong to their places. Only
-        rounding differs.
+        Its tokens are those of a run without interruption, up to rounding: random numbers depend on the
+        position alone.
         """
         rows = cohort.rows
         cache, _ = self._prefill([rows.prompts[prompt] for prompt in np.unique(rows.prompt)])

@@ -22,7 +22,7 @@ class MCTS:
     its Q: where all children score low a new one may be right, the idea of adaptive branching
     (arXiv:2503.04412, with Thompson sampling there). A draw under way counts as `virtual_loss` visits of
     value 0. A finished completion has a known value and is not visited again; nodes below which nothing can
-    be drawn are passed over, and where that is the root, it gets more children.
+    be drawn are skipped, and where that is the root, it gets more children.
 
     Args:
         settings: see `SearchSettings`.
@@ -82,7 +82,7 @@ class _Walk:
         return node
 
     def _child(self, node: int) -> int | None:
-        """Where a descent goes on below an open node; None to draw after the node itself."""
+        """The child to which a descent continues from an open node; None to draw after the node itself."""
         children = [child for child in self.children[node] if self.is_open[child]]
         if not children:
             return None

@@ -54,7 +54,7 @@ class SearchSettings(BaseConfig):
     def _branch_divides_width(self) -> SearchSettings:
         if self.branch is not None and self.width % self.branch:
             raise ValueError(
-                f"width {self.width} is no multiple of branch {self.branch}; choose a multiple of it"
+                f"width {self.width} is not a multiple of branch {self.branch}; choose a multiple of it"
             )
         return self
 
@@ -79,6 +79,6 @@ class StepLabelSettings(BaseConfig):
     estimation: Literal["hard", "soft"] = "hard"
     """Label of a step: 1 if any completion after it is right, else 0; or the share that is right."""
     right_from: float = 0.5
-    """A completion is right from this score of the verifier on."""
+    """Smallest score of the verifier at which a completion counts as right."""
     separator: str = Field(default="\n", min_length=1)
     """Text that ends a step."""

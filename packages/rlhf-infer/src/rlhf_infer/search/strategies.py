@@ -27,7 +27,7 @@ class Strategy(Protocol):
         ...
 
     def take(self, tree: SearchTree, drawn: Sequence[tuple[Expansion, Sequence[int]]]) -> None:
-        """Learn which nodes came of the choice, in the order drawn; fewer where the budget ran short."""
+        """Take the nodes that were drawn for the choice, in its order; fewer where the budget ran short."""
         ...
 
 
@@ -59,7 +59,7 @@ class BestOfN:
 class Beam:
     """The `width / branch` best steps are kept, and `branch` drawn after each (arXiv:2408.03314, section 5).
 
-    A finished completion among the best keeps its place, so that fewer go on.
+    A finished completion among the best keeps its place, so that fewer are extended.
     """
 
     def __init__(self, settings: SearchSettings) -> None:
@@ -91,7 +91,7 @@ class Beam:
 
 
 class DVTS:
-    """`width / branch` independent subtrees, in each the best of `branch` steps goes on.
+    """`width / branch` independent subtrees; in each the best of `branch` steps is extended.
 
     Diverse verifier tree search (Beeching, Tunstall and Rush 2024, "Scaling test-time compute"): a step that
     scores high everywhere cannot crowd out the other subtrees, as it does in a beam.

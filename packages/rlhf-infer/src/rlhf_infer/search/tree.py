@@ -148,7 +148,7 @@ class SearchTree:
         """The trees that `lines` gave, one after another; of the first `most` only, if given.
 
         Raises:
-            UserError: a line is none of a tree, or nodes are missing.
+            UserError: a line is not one of a tree, or nodes are missing.
         """
         trees: list[SearchTree] = []
         left = 0

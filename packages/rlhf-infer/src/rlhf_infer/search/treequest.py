@@ -92,9 +92,8 @@ class TreeQuestStrategy:
     def take(self, tree: SearchTree, drawn: Sequence[tuple[Expansion, Sequence[int]]]) -> None:
         """See `rlhf_infer.search.strategies.Strategy`."""
         for expansion, children in drawn:
-            for trial, child in zip(
-                self._asked[expansion.node], children, strict=False
-            ):  # fewer at the end of the budget
+            trials = self._asked[expansion.node]
+            for trial, child in zip(trials, children, strict=False):  # fewer at the end of the budget
                 self._tell(tree, trial, child)
 
     def _tell(self, tree: SearchTree, trial: str, node: int) -> None:

@@ -130,7 +130,7 @@ class SearchWaves:
         on_wave: Callable[[Sequence[SearchTree]], None] | None = None,
         strategy: Callable[[], Strategy] | None = None,
     ) -> StepCalls:
-        """Search all prompts; see `TreeSearch.run`, to whose arguments the prompts' tokens come."""
+        """Search all prompts; arguments as of `TreeSearch.run`, and the token ids of the prompts."""
         self.cost = SearchCost()
         searches = self._start(prompts, prompt_ids, dict(columns or {}), resume, strategy or self._strategy)
         self.trees = [search.tree for search in searches]
@@ -192,7 +192,7 @@ class SearchWaves:
         }
 
     def _orders(self, search: _Search) -> list[_Order]:
-        """Next draws of a tree; every draw has its longest length set aside, so that the budget holds."""
+        """Next draws of a tree; the budget is charged with each draw's longest length, so that it holds."""
         if search.ended:
             return []
         tree, left = search.tree, self.settings.budget_tokens - search.tree.spent
@@ -215,7 +215,7 @@ class SearchWaves:
         return orders
 
     def _cap(self, tree: SearchTree, node: int) -> int:
-        """Tokens of a step after a node at most, the budget aside."""
+        """Maximum number of tokens of a step after a node, regardless of the budget."""
         room = self.params.max_new_tokens - len(tree.completion_ids(node))
         return min(self.settings.max_step_tokens, room) if self._by_steps else room
 
