@@ -45,7 +45,7 @@ class _Answer:
 
 
 def check_feedback(path: str | Path) -> None:
-    """Make the file ready to be appended to: make it, or mend its end.
+    """Make the file ready to be appended to: create it, or repair its end.
 
     A last line that a killed server left torn is cut off, and the log says so; a whole one gets a line break.
     """

@@ -24,7 +24,7 @@ from rlhf_serve.service.best_of_n import BestOfNService, GenerationResult
 from rlhf_serve.service.requests import GenerationRequest, Timing
 
 PAUSE_S = 5.0
-"""Seconds after which a stream shows that it lives."""
+"""Seconds of silence after which a stream sends a sign of life."""
 
 Remember = Callable[[str, str | None, Sequence[GenerationResult]], None]
 """Takes an answer's id, the name of the API key, and what it holds."""

@@ -45,9 +45,8 @@ class RateLimiter:
         self.per_minute = per_minute
         self._per_second = per_minute / 60
         self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # key -> tokens, when; oldest first
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Tokens and the time they were counted, by key; the oldest first."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -152,11 +151,11 @@ class Admission:
             self._release()
 
     def retry_after_s(self) -> float:
-        """Seconds in which those that wait now will have been served, by the recent time for one; 1 to 60."""
+        """Estimated seconds until there is room, from the recent time for one request; from 1 to 60."""
         return min(_MAX_RETRY_AFTER_S, max(1.0, self._mean_s * (self.waiting + 1) / self.max_running))
 
     def check(self) -> None:
-        """Whether one more would be taken now.
+        """Refuse a request if there is no room for it now.
 
         Raises:
             APIError: as `enter`.

@@ -1,4 +1,4 @@
-"""Middleware of every request: an end that loses no answer, id, log record, body limits, security headers."""
+"""Middleware of every request: lingering close, id, log record, access, limits, security headers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 30.0
 _DISCARDED, _DISCARD_S = 8, 1.0
-"""A body is read on behind an early answer, up to this multiple of the limit and this many seconds."""
+"""After an early answer a body is read up to this multiple of the limit and for this many seconds."""
 
 _ID = re.compile(r"[!-~]{1,128}")
 _HEADERS = {
@@ -58,14 +58,15 @@ def install(
 
 
 class LingeringClose:
-    """Reads on behind an answer that came before the whole body, such as a refusal for want of a key.
+    """Keeps reading the body after an answer that was given before all of it came, such as one without a key.
 
     A connection that is closed while bytes still come is reset: a client, or a proxy in between, that sends
     its whole body first would find that and never the answer. So the answer goes out at once, and its end
     waits until the body has come, `max_bytes` of it have been dropped, or a second has passed. Then
     `HTTPProtocol` closes the connection of a body that has not ended.
 
-    Where a request has both lengths, the answer closes the connection, as RFC 9112, 6.1 wants it.
+    Where a request has both Content-Length and Transfer-Encoding, the answer closes the connection, as RFC
+    9112, 6.1, demands.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
@@ -114,8 +115,8 @@ class LingeringClose:
 class Observed:
     """Gives every request an id and a record, and counts and logs it when it has ended.
 
-    A request brings its id in the header x-request-id, if that is at most 128 printable ASCII characters
-    without spaces; else it is given one. The response returns it.
+    The id is that of the request's header x-request-id, if this is at most 128 printable ASCII characters
+    without spaces; otherwise it is a new one. The response returns it.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, access_log: AccessLog) -> None:
@@ -182,7 +183,7 @@ class AccessControl:
     """Refuses requests without a key, before anything of their body is read.
 
     `hosts` are the names that the header Host may have; None for any. A server on the loopback address that
-    answers to other names can be asked by any web page whose name is made to lead there.
+    accepts other names is open to DNS rebinding: a web page's name can be made to resolve to it.
     """
 
     def __init__(
@@ -209,8 +210,8 @@ class AccessControl:
 class Gate:
     """Refuses requests that are over a limit, before anything of their body is read.
 
-    The limits on the routes `paths` are room in the queue, and what each key may ask for in a minute and at a
-    time; None for any number.
+    The limits on the routes `paths` are room in the queue, and for each key the number of requests per minute
+    (`per_minute`) and at a time (`at_once`); None for no limit.
     """
 
     def __init__(

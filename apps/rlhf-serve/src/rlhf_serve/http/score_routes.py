@@ -40,7 +40,7 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission
     @app.post(_SCORE[1], tags=[COMPUTING], include_in_schema=False)
     @app.post(_SCORE[0], tags=[COMPUTING])
     async def score(body: ScoreRequest, request: Request) -> Response:
-        """How good completions are after their prompts."""
+        """Scores of completions after their prompts."""
         served.check_model(body.model)
         batch = partial(_score_batch, body, service)
         found = await _scores(service, settings, admission, request, batch, fill_in=False)
@@ -200,7 +200,7 @@ def _reward_batch(body: RewardRequest, service: BestOfNService) -> Samples:
 
 
 def _as_read(prompt: Any, completion: Any, service: BestOfNService) -> tuple[Text, Text]:
-    """Prompt and completion as rewards read them: both messages, or both texts."""
+    """Prompt and completion as rewards read them: both as messages, or both as texts."""
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise invalid_request(
@@ -244,7 +244,7 @@ def split_query(query: str, prompt: str, chat_tokenizer: ChatTokenizer) -> tuple
     the prompt itself may lack, an end token and padding after the completion. Neither is part of a text.
 
     Returns:
-        Both; where the query does not begin with the prompt, no prompt and the whole of the query.
+        Both; where the query does not begin with the prompt, an empty prompt and the whole query.
     """
     special = "|".join(
         map(re.escape, sorted(chat_tokenizer.tokenizer.all_special_tokens, key=len, reverse=True))

@@ -84,16 +84,17 @@ class PackedBatch:
 
     @property
     def host(self) -> PackedBatch:
-        """The same batch on the CPU: what was moved from there, so that no device is waited for."""
+        """The same batch on the CPU: the one that `to` copied, if any, so that no device is waited for."""
         return getattr(self, "_host", None) or self.to("cpu")
 
 
 def micro_batches(
     examples: Sequence[Any], sequences: Sequence[Sequence[TokenSequence]], budget: int | None
 ) -> Iterator[tuple[PackedBatch, list[Any]]]:
-    """Cut examples by a token budget and pack each part; those with like beginnings come together.
+    """Cut examples by a token budget and pack each part; examples that begin alike are packed together.
 
-    Prefixes are taken as shared within an example; what examples share among themselves comes on top.
+    The budget counts prefixes that the sequences of an example share once; what examples share with each
+    other makes a batch smaller still.
 
     Args:
         examples: the examples.
@@ -131,7 +132,7 @@ def _parts(examples: Sequence[Sequence[TokenSequence]], budget: int | None) -> l
 def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> list[PackedBatch]:
     """Pack sequences into prefix trees, cut into batches of at most `max_tokens` stream tokens.
 
-    Shared prefixes of any depth are found by themselves. Sequences that share a prefix are neighbours, so a
+    Shared prefixes of any depth are found automatically. Sequences that share a prefix are neighbours, so a
     cut repeats at most one prefix, and cuts fall where little is repeated. A sequence longer than
     `max_tokens` gets its own batch.
 

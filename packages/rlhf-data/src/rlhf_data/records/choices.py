@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_data.errors import UserError
 
 _DIGITS = 10
-"""Of a longer number none is an index."""
+"""Most digits of an index; a longer number is not one."""
 
 
 def parse_choices(value: Any, answer: Any, where: tuple[str, str]) -> tuple[tuple[str, ...], int]:

@@ -1,4 +1,4 @@
-"""Records: their texts and messages, and their kinds, of which each has a module of this room."""
+"""Records: their texts and messages, and the registry of record kinds, each in a module of this package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Record:
     """Fields common to all records.
 
     Attributes:
-        replies: Names of the fields with completions, in their order; a class has those that it declares.
+        replies: names of the fields with completions, in their order; a class has those that it declares.
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
         is_chat: whether its texts are turns of a chat, as an instruction and its answer are; false for

@@ -84,7 +84,7 @@ class KTOBuilder(Builder):
         self.set_kl_batch_size(kl_batch_size)
 
     def set_kl_batch_size(self, size: int | None) -> None:
-        """Choose within how many neighbours completions are exchanged; None for no KL sequences."""
+        """Set the number of neighbours among which completions are exchanged; None for no KL sequences."""
         if size is not None and size < 2:
             raise UserError(
                 f"kl_batch_size must be at least 2, got {size}", code="invalid_value", key="kl_batch_size"
@@ -127,9 +127,8 @@ class KTOBuilder(Builder):
 def kl_partner(index: int, rows: int, batch_size: int) -> int:
     """Return whose completion follows the prompt of example `index` (from 0) in its KL sequence.
 
-    Within each batch of neighbours in file order (2 or more) the completions move on by one, the last one
-    to the front, as in TRL. A last batch of a single row takes that of the row before, where TRL's takes
-    its own.
+    Within each batch of neighbours in file order (2 or more) the completions are rotated by one, as in TRL. A
+    last batch of a single row takes the completion of the row before, where TRL's takes its own.
     """
     start = index - index % batch_size
     last = min(start + batch_size, rows) - 1

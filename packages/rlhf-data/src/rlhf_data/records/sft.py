@@ -48,7 +48,7 @@ class TextRecord(Record):
         return prompt, [reply]
 
     def with_prompt(self, prompt: Text) -> Record:
-        """The assistant's last turn after another beginning; a text without turns becomes that beginning."""
+        """The assistant's last turn after another prompt; a text without turns becomes that prompt."""
         return replace(self, text=f"{prompt}{self.parts()[1][0]}")
 
     def as_messages(self) -> Record:
