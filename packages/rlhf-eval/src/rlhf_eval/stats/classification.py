@@ -70,9 +70,9 @@ def equal_count_calibration_error(
 ) -> float:
     """The expected calibration error over bins with equally many rows: Σ_b (n_b / n) · |mean p_b − mean y_b|.
 
-    Bins follow the probabilities, so that none is empty if they crowd; equal ones may be separated, then
-    in the order given. Nguyen & O'Connor 2015, "Posterior calibration and exploratory analysis",
-    https://arxiv.org/abs/1508.05154.
+    Bins follow the sorted probabilities, so that none is empty where they cluster; equal ones may be split
+    between bins, in the order given. Nguyen & O'Connor 2015, "Posterior calibration and exploratory
+    analysis", https://arxiv.org/abs/1508.05154.
     """
     bins = _equal_count_bins(probabilities, labels, num_bins)
     rows = sum(len(p) for p, _ in bins)
@@ -82,12 +82,12 @@ def equal_count_calibration_error(
 def debiased_calibration_error(
     probabilities: Sequence[float] | np.ndarray, labels: Sequence[bool] | np.ndarray, *, num_bins: int = 10
 ) -> float:
-    """Root mean square calibration error over equal-count bins, less what chance adds to it.
+    """Root mean square calibration error over equal-count bins, with its bias from finite data removed.
 
     √max(0, Σ_b (n_b / n) [(mean p_b − mean y_b)² − mean y_b (1 − mean y_b) / (n_b − 1)]): a perfectly
     calibrated model has a plain error above 0 on finite data, and is 0 here on average before the root.
     Kumar, Liang & Ma 2019, "Verified uncertainty calibration", definition 4.1,
-    https://arxiv.org/abs/1909.10155. A bin of one row counts nothing.
+    https://arxiv.org/abs/1909.10155. A bin of one row adds 0.
     """
     bins = _equal_count_bins(probabilities, labels, num_bins)
     rows = sum(len(p) for p, _ in bins)

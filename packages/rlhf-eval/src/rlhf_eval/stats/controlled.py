@@ -18,8 +18,9 @@ _LARGE = 20_000
 """Rows above which a tenth of the refits is made; their spread is then small compared with the estimate."""
 
 ALPACA_SLOPE = -1.61
-"""Coefficient of tanh of the standardised length difference, baseline minus model, AlpacaEval 2 publishes
-for its baseline made verbose (−1.58) and made concise (−1.64): the taste for length at equal quality."""
+"""Coefficient of tanh of the standardised length difference, baseline minus model: the mean of those that
+AlpacaEval 2 publishes for its baseline made verbose (−1.58) and made concise (−1.64), which measure the
+judge's preference for length at equal quality."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ControlledWinRate:
 
     Attributes:
         win_rate: P(the model wins) where all features are zero.
-        effects: Coefficient of each feature in log-odds; a positive one is a judge that likes more of it.
+        effects: Coefficient of each feature in log-odds; positive where the judge prefers more of it.
     """
 
     win_rate: Interval
@@ -126,10 +127,11 @@ def alpaca_eval_win_rate(
 
     The fit is of P(win) = σ(b₀ + b₁ · tanh((baseline length − length)/sd) + b₂ · difficulty).
     `length_controlled_v1` of Dubois et al. 2024, https://arxiv.org/abs/2404.04475, also fits the baseline
-    made verbose and made concise, with the weight 0.2 in all and without b₀, so that b₁ stays near the
-    judge's taste at equal quality. A file of annotations has no verdicts on those; here each row is joined by
-    one of weight `baseline_weight` with its length and no b₀, whose verdict is σ(ALPACA_SLOPE · tanh(·)).
-    The published fit has an L1 penalty too, of a strength from five-fold cross-validation; this one has none.
+    made verbose and made concise, with a total weight of 0.2 and without b₀, so that b₁ stays near the
+    judge's preference at equal quality. A file of annotations has no verdicts on those; here each row is
+    joined by one of weight `baseline_weight` with its length and no b₀, whose verdict is σ(ALPACA_SLOPE ·
+    tanh(·)). The published fit also has an L1 penalty, its strength chosen by five-fold cross-validation;
+    this one has none.
 
     Args:
         verdicts: (n,) in [0, 1]: the probability that the model's answer is better than the baseline's.
@@ -186,7 +188,7 @@ def _fit(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.ndarray) -
     products = (x[:, :, None] * x[:, None, :]).reshape(len(x), k * k)
     for _ in range(30):
         p = _sigmoid(b @ x.T)
-        # The penalty is next to nothing; it keeps the solution finite where one side never wins.
+        # A negligible penalty, which keeps the solution finite where one side never wins.
         hessian = ((weights * p * (1 - p)) @ products).reshape(-1, k, k) + 1e-3 * np.eye(k)
         gradient = (weights * (y - p)) @ x - 1e-3 * b
         step = np.clip(np.linalg.solve(hessian, gradient[..., None])[..., 0], -2, 2)

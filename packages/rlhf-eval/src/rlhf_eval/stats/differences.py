@@ -47,9 +47,9 @@ def mean_interval(
 ) -> Interval:
     """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
 
-    Fewer than 8 units have too few different resamples; they get Student's interval, exact for normal units.
-    `p_value` is of a mean of zero. Where all units agree there is no interval, and its ends are
-    NaN.
+    Fewer than 8 units have too few different resamples; they get Student's interval, which has its nominal
+    coverage for normal units but for the error of `t_quantile`. `p_value` is of a mean of zero. Where all
+    units agree there is no interval, and its ends are NaN.
     """
     check_level(level)
     rng = np.random.default_rng(seed)
@@ -219,7 +219,7 @@ def _largest_rate(k: int, n: int, probability: float) -> float:
 
 
 def rows_that_agree(distance: float, alpha: float, *, exact: bool) -> int:
-    """Number of rows, all 0, from which the upper bound of their rate is below `distance`, plus one.
+    """Smallest number of rows, all 0, whose rate has an upper bound below `distance`, plus one.
 
     `distance` is in (0, 1). Exact: (1 − distance)ⁿ < α; else Wilson's bound z² / (n + z²).
     """
@@ -253,11 +253,11 @@ def proportion_difference(
 
 
 def mean_of_parts(parts: Sequence[Interval]) -> Interval:
-    """Mean of independent estimates, each counting the same however many rows it is of.
+    """Mean of independent estimates with equal weights, however many rows each is of.
 
     With estimates θ_i in [l_i, u_i], θ their mean and S their number: θ − √Σ(θ_i − l_i)²/S to
-    θ + √Σ(u_i − θ_i)²/S (Zou & Donner 2008, https://doi.org/10.1002/sim.3095, which keeps what the parts'
-    intervals are good at near 0 and 1). NaN where a part has no interval.
+    θ + √Σ(u_i − θ_i)²/S (Zou & Donner 2008, https://doi.org/10.1002/sim.3095, which keeps the coverage of the
+    parts' intervals near 0 and 1). NaN where a part has no interval.
 
     Raises:
         ValueError: there are no parts, or their levels differ.

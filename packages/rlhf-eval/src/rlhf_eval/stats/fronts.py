@@ -7,13 +7,13 @@ from numpy.typing import ArrayLike
 
 
 def pareto_front(points: ArrayLike) -> list[int]:
-    """Numbers of the points that no other dominates: none is at least as good in all and better in one.
+    """Indices of the points that no other dominates: none is at least as good in all and better in one.
 
     Args:
         points: (n, d); more is better in every column, so give −KL for KL.
 
     Returns:
-        Rising; equal points are all there.
+        Ascending indices; of equal points all.
 
     Raises:
         ValueError: not a table of finite numbers.
@@ -34,7 +34,7 @@ def hypervolume(points: ArrayLike, reference: ArrayLike) -> float:
 
     Args:
         points: (n, d); more is better in every column.
-        reference: (d,); points that are not better in every column count nothing.
+        reference: (d,); points that are not better in every column add nothing.
 
     Raises:
         ValueError: not finite, or another number of objectives.

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 RESAMPLES = 2000
 _FEW_DEGREES = 100
 MOST_UNITS = 5000
-"""More than these are put into this many groups at random, which are resampled; the variance is the same."""
+"""More units are put at random into this many groups, which are resampled; the variance is the same."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Interval:
 
     Attributes:
         estimate: The estimate; NaN where the data do not define it.
-        low: Lower end; NaN where the data do not say.
+        low: Lower end; NaN where the data do not define one.
         high: Upper end.
         level: Nominal coverage, such as 0.95.
         method: How the interval was made.
@@ -204,8 +204,8 @@ def percentile_t(
     """Both ends and the two-sided p-value of zero, by the studentised bootstrap.
 
     The quantiles of t* = (θ* − θ) / se* take the place of the normal's: [θ − t*_(1−α/2) se, θ − t*_(α/2) se]
-    (Efron & Tibshirani 1993, "An introduction to the bootstrap", section 12.5). Where a resample has drawn
-    hardly any of what differs its se* is next to nothing; se/4 is the least that is divided by.
+    (Efron & Tibshirani 1993, "An introduction to the bootstrap", section 12.5). A resample of nearly equal
+    units has an se* near 0, so that the divisor is at least se/4.
     """
     means, errors = resampled
     ratios = np.sort((means - estimate) / np.maximum(errors, error / 4))

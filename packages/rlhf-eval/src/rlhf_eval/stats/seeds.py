@@ -37,8 +37,8 @@ def iqm_interval(
     Agarwal et al. 2021, section 4.1. Tasks are fixed there: the interval is about other seeds on these tasks.
     With `resample_prompts` whole runs and whole columns are drawn instead, because a run answers all prompts:
     the interval is about other seeds and other prompts (Owen 2007, "The pigeonhole bootstrap",
-    https://doi.org/10.1214/07-AOAS122, whose standard error is rather too large). Its ends are at Student's t
-    with one degree fewer than there are runs, for a handful of seeds says little about their spread.
+    https://doi.org/10.1214/07-AOAS122, whose standard error is conservative). It is Student's, with one
+    degree of freedom fewer than runs, because the spread of a few seeds is uncertain.
 
     Args:
         scores: (runs, tasks) one score of each run on each task, or on each prompt.

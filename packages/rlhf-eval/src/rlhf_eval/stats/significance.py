@@ -13,7 +13,7 @@ from rlhf_eval.stats.interval import bisect_range, normal_quantile
 
 
 def sign_test(first: ArrayLike, second: ArrayLike) -> float:
-    """Two-sided p-value of the exact sign test that as many of the differing rows favour either side.
+    """Two-sided p-value of the exact sign test: rows that differ favour either side equally often.
 
     2 · P(X ≤ min(wins, losses)) with X ~ Binomial(wins + losses, ½), at most 1; ties are left out. For rows
     of 0 and 1 this is the exact test of McNemar 1947, "Note on the sampling error of the difference between
@@ -72,7 +72,7 @@ def fisher_exact(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected so that any false finding among all is as rare as the level says.
+    """P-values corrected for the family-wise error rate: the probability of any false finding.
 
     Adjusted p₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) p₍ⱼ₎), in rising order; Holm 1979, "A simple
     sequentially rejective multiple test procedure". Nothing is assumed about how the tests depend on each
@@ -91,7 +91,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected so that the share of false findings among the findings is what the level says.
+    """P-values corrected for the false discovery rate: the expected share of false findings.
 
     Adjusted p₍ᵢ₎ = min over j ≥ i of min(1, m p₍ⱼ₎ / j); Benjamini & Hochberg 1995, "Controlling the false
     discovery rate". For independent or positively dependent tests.

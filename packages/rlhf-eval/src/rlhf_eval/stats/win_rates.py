@@ -27,10 +27,10 @@ def win_rate(
     *,
     level: float = 0.95,
 ) -> Interval:
-    """Share of prompts where the model wins: (wins + ½ ties) / n, resampled by prompt.
+    """Share of prompts where the model wins, (wins + ½ ties) / n, with the interval of `proportion_interval`.
 
-    The two games of a prompt, one in each order of the answers, are one unit: they are not independent, and
-    to count them as two makes intervals that are too narrow.
+    The unit is the prompt. The two games of a prompt, one in each order of the answers, are one unit: they
+    are not independent, and counted as two they would make intervals too narrow.
 
     Args:
         verdicts: (n,) 1 the model wins, 0 the other, ½ a tie; or the judge's probability that the model wins.

@@ -37,8 +37,8 @@ class Comparison:
 
     Args:
         probability: (B,) in [0, 1], fp32: that the first answer is better; NaN where a reply was not read.
-        first_position: (B,) in [-1, 1]: by how much the answer that stood first was preferred for standing
-            there, 0 for a judge that ignores places.
+        first_position: (B,) in [-1, 1]: preference for the answer shown first because of its position; 0 for
+            a judge that ignores positions.
     """
 
     probability: torch.Tensor
@@ -48,9 +48,9 @@ class Comparison:
 class PairwiseJudge:
     """Compares two answers in both orders and takes the mean, so that a preference for a place cancels.
 
-    P(a better than b) = (p(a, b) + 1 - p(b, a)) / 2, p(x, y) being what the judge says with x in front
-    (position bias: Zheng et al. 2023, arXiv:2306.05685). Equal answers get exactly ½ from a judge without
-    randomness.
+    P(a better than b) = (p(a, b) + 1 - p(b, a)) / 2, p(x, y) being the judge's probability that x is better,
+    shown first (position bias: Zheng et al. 2023, arXiv:2306.05685). Equal answers get exactly ½ from a judge
+    without randomness.
 
     Args:
         judge: a judge made with `PAIR_TEMPLATE`, or `PAIR_NUMBER_TEMPLATE` if it states numbers.

@@ -17,7 +17,7 @@ _VERDICT = re.compile(r"\b(not )?(right|wrong)\b", re.IGNORECASE)
 
 
 class Judge(Protocol):
-    """Anything that tells how probably answers are true."""
+    """Anything that gives the probability that answers are true."""
 
     def score(
         self, questions: Sequence[str], answers: Sequence[str], critiques: Sequence[str | None]
@@ -36,13 +36,13 @@ class Judge(Protocol):
 
 
 class PromptedJudge:
-    """A language model whose next-token probabilities after a question are read.
+    """A language model as a judge: its probabilities of yes and no after a question.
 
     P(true) = Σ π(y | x) / (Σ π(y | x) + Σ π(n | x)) over the spellings y of yes and n of no, x being the
-    filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221), without the blanks around answer and
+    filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221), without white space around answer and
     critique; with `chat` as a user's message in the chat template, up to where the reply starts. A spelling
-    may have several tokens; a prompt is computed once for all spellings, and what prompts share is computed
-    once too.
+    may have several tokens; a prompt is computed once for all spellings, and prefixes that prompts share are
+    computed once too.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
@@ -167,8 +167,8 @@ class RuleJudge:
 def verdict_rule(question: str, answer: str, critique: str | None) -> float:
     """Believe the critique: 1 if its last verdict word is `right`, 0 if `wrong`, 0.5 without either.
 
-    `not` before the word turns it round; case does not matter. Question and answer are not looked at, so an
-    answer without a critique is as likely true as not.
+    `not` before the word negates it; case does not matter. Question and answer are ignored, so an answer
+    without a critique gets 0.5.
     """
     del question, answer
     verdicts = _VERDICT.findall(critique or "")
@@ -179,7 +179,7 @@ def verdict_rule(question: str, answer: str, critique: str | None) -> float:
 
 
 def _reply_spellings(tokenizer: Any, word: str) -> list[str]:
-    """The forms of a word that are one token each, and different ones; the bare word if there is none."""
+    """The forms of a word that are one token each, all different; the bare word if there is none."""
     found: dict[int, str] = {}
     for text in (f" {word}", word, f" {word.title()}", word.title()):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -55,13 +55,13 @@ class APISettings(BaseConfig):
     deadline: float = Field(default=600.0, gt=0)
     """Seconds from a request's first try on after which it is given up, pauses and repetitions included."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of a reply; null for 1 with `logprobs`, 16 with `number`; models that think need more."""
+    """Most tokens of a reply; null for 1 with `logprobs`, 16 with `number`; reasoning models need more."""
     max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The server's name for it; OpenAI's reasoning models expect `max_completion_tokens`."""
     extra_body: dict[str, Any] | None = None
-    """Further fields of a request, over those sent otherwise; `{"temperature": null}` takes one out."""
+    """Further fields of a request, replacing those sent otherwise; `{"temperature": null}` removes one."""
     concurrency: int = Field(default=8, ge=1)
-    """Requests under way at a time."""
+    """Most concurrent requests."""
     requests_per_minute: float | None = Field(default=None, gt=0)
     """Most requests a minute, repeated ones included; null for no limit."""
     prompt_price: float | None = Field(default=None, ge=0)
@@ -111,9 +111,9 @@ def checked_template(template: str) -> str:
 
 
 def fill(template: str, question: str, answer: str, critique: str | None, *, no_critique: str) -> str:
-    """The prompt about one answer, without the blanks around answer and critique.
+    """The prompt about one answer, without white space around answer and critique.
 
-    Texts that a model sampled, and texts that were written for it, often differ in just these.
+    Texts that a model sampled and texts written for it often differ in just that.
     """
     said = no_critique if critique is None else critique.strip()
     texts = {"question": question, "answer": answer.strip(), "critique": said}
@@ -123,7 +123,7 @@ def fill(template: str, question: str, answer: str, critique: str | None, *, no_
 def fence_of(*texts: str) -> str:
     """A code for the tags around some texts, which none of them can hold: it is a hash of them all.
 
-    A text that a policy writes can then not close the tag that contains it and continue as the question. This
-    keeps texts apart; it does not keep a judge from believing what a text says of itself.
+    So a text that a policy writes cannot close the tag that contains it and continue as the question. This
+    keeps texts apart; it does not keep a judge from believing what a text claims about itself.
     """
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -24,16 +24,16 @@ Sparsify = Callable[[Tensor, Workspace], None]
 """Sets elements of a block of a task vector to zero and rescales others, in place; blocks come in order."""
 
 _PIECE = 4096
-"""Elements whose products are summed in the type of the arithmetic: in float32, sums over a whole block were
-found wrong by 7e-6 of themselves, and so by 3e-8, in the same time."""
+"""Elements whose products are summed in the type of the arithmetic. In float32, sums over a whole block had
+relative errors of 7e-6, sums over such pieces 3e-8, in the same time."""
 
 
 def combine(inputs: Inputs, coefficients: Sequence[float] | Vector) -> Step:
     """Σ cᵢ xᵢ, or base + Σ cᵢ (xᵢ - base).
 
     Sums of models are taken as the model with the largest coefficient plus differences to it, so that equal
-    models merge to themselves to the bit where the coefficients sum to 1; a coefficient of 0 leaves no
-    trace.
+    models merge to themselves to the bit where the coefficients sum to 1; a model with coefficient 0 is not
+    read.
     """
     values = tuple(float(value) for value in coefficients)
     used = [index for index, value in enumerate(values) if value]
@@ -59,7 +59,7 @@ def combine(inputs: Inputs, coefficients: Sequence[float] | Vector) -> Step:
 def sum_task_vectors(
     inputs: Inputs, values: Values, sparsify: Sequence[Sparsify | None], row_length: int = 1
 ) -> Step:
-    """θ₀ + λ · merged task vectors, each made sparse where `sparsify` has something for that.
+    """θ₀ + λ · merged task vectors, each first made sparse by its entry of `sparsify`, if that is not None.
 
     The inputs have a base. Signs are elected, as TIES does, where the values have a sign, mass or count.
     """
@@ -73,7 +73,8 @@ def sum_task_vectors(
     def deltas(base: Tensor, start: int, stop: int, space: Workspace) -> Iterator[tuple[float, Tensor]]:
         """Every weight that is not 0, with its sparse and weighted task vector, negated.
 
-        What is subtracted from the base in the end is +0 where models are equal, and leaves a -0 as it is.
+        Negated, because their sum is subtracted from the base: where models are equal it is +0, and x - 0
+        keeps a -0 of the base.
         """
         for index, weight in enumerate(weights):
             if not weight:
@@ -206,7 +207,7 @@ def rank_drop(bits: MaskBits, density: float, epsilon: float, rescale: bool, row
 
 
 def row_ranks(magnitudes: Tensor) -> Tensor:
-    """The place of each element, ≥ 0, in its row, 0 for the smallest; among equals the first comes first."""
+    """The rank of each element in its row, from 0 for the smallest; among equals the first comes first."""
     if magnitudes.dtype == torch.float64:
         order = torch.sort(magnitudes, dim=1, stable=True).indices
     else:  # numpy sorts integers with vector instructions; the column makes equal magnitudes unequal

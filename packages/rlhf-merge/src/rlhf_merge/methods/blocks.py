@@ -196,11 +196,11 @@ def map_tensors(
     on_bytes: OnBytes | None = None,
     on_results: Callable[[list[tuple[Item, Result]]], None] = lambda found: None,
 ) -> list[Result]:
-    """Do some work on every item, in threads; the results are in the order of the items.
+    """Call `work` on every item, in threads; the results are in the order of the items.
 
-    The work is given an item, the thread's buffers, and what to call with the bytes of every block; an error
-    ends that on all items. `threads` is how many items at once; None is one for each processor this process
-    may use. The calling thread calls `on_results` with what is finished, every `POLL_SECONDS` at least.
+    `work` gets an item, the thread's buffers, and a function to call with the bytes of every block; an error
+    stops the work on all items. `threads` is how many items at once; None is one for each processor this
+    process may use. The calling thread calls `on_results` with finished items, at least every `POLL_SECONDS`.
     """
     if threads is not None and threads < 1:
         raise MergeError(f"threads is {threads}, expected at least 1", code="invalid_value", key="threads")
@@ -217,7 +217,7 @@ def map_tensors(
 
     pool = ThreadPoolExecutor(threads or processors(), initializer=torch.set_num_threads, initargs=(1,))
     results: dict[int, Result] = {}
-    # No waiting for futures: a signal in the middle of that may leave their locks held, and threads waiting.
+    # No waiting for futures: a signal meanwhile may leave their locks held, and threads waiting.
     ended: SimpleQueue[tuple[int, list[Result], BaseException | None]] = SimpleQueue()
 
     def do(index: int, item: Item) -> None:

@@ -105,15 +105,15 @@ class Method:
     """The parameters it takes, with the default of each."""
     fit: Fit
     base: Literal["required", "optional"] = "required"
-    """Where a base model is not required, it lends only its config and tokenizer."""
+    """Where a base model is not required, only its config and tokenizer are used."""
     models: tuple[int, int | None] = (1, None)
     """Least and greatest number of models, the base not counted; None is any number."""
     paper: str = ""
     passes: int = 1
     """How often it reads its inputs."""
     ranks: bool = False
-    """Whether it looks for the k-th largest magnitudes where a density is below 1, in a further pass for
-    every two bytes of the arithmetic's type."""
+    """Whether it finds the k-th largest magnitudes where a density is below 1, in one more pass per two bytes
+    of the arithmetic's type."""
     buffers: int = 0
     """Blocks that it needs beside one for each input and eight."""
     row_wise: bool = False
@@ -180,7 +180,7 @@ def merge(
     seed: int = 0,
     name: str = "",
 ) -> Tensor:
-    """Merge tensors in memory by the code that merges those of files."""
+    """Merge tensors in memory with the same code as those of files."""
     import torch
 
     from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace, called, check_range

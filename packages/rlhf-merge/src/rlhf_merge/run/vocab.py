@@ -199,7 +199,7 @@ class AlignedTensor:
         for model in reversed(self._order):
             index = self._rows_of(model, rows)
             owners, sources = np.where(index < 0, owners, model), np.where(index < 0, sources, index)
-        # Rows that lie one behind the other in a model are read at once.
+        # Rows that are adjacent in a model are read at once.
         cuts = np.flatnonzero((np.diff(owners) != 0) | (np.diff(sources) != 1)) + 1
         for begin, end in pairwise(sorted({0, *cuts.tolist(), len(rows)})):
             target = out[begin * self.row_length : end * self.row_length]

@@ -1,4 +1,4 @@
-"""Passing a model on, and means of models: weighted sums, and those that go by the angles between tensors."""
+"""A single model passed through, and means of models: weighted sums, and means by angles between tensors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _fit_by_angles(coefficients: Callable[[Matrix, Values], Vector]) -> Fit:
 
 
 def slerp_coefficients(gram: Matrix, t: float) -> Vector:
-    """How much of two tensors SLERP takes: sin((1-t)θ)/sin θ and sin(tθ)/sin θ.
+    """SLERP's coefficients of two tensors: sin((1-t)θ)/sin θ and sin(tθ)/sin θ.
 
     Shoemake (1985), Animating rotation with quaternion curves; the lengths of the tensors are left as they
     are. A straight line, 1-t and t, where |cos θ| > 0.9995 or one of them is zero. `gram`, (2, 2), are the
@@ -131,7 +131,7 @@ def slerp_coefficients(gram: Matrix, t: float) -> Vector:
 def spherical_mean_coefficients(
     gram: Matrix, weights: Sequence[float] | Vector, max_iter: int, tol: float
 ) -> Vector:
-    """How much of each tensor the Karcher mean of their directions takes, at their mean length.
+    """Coefficient of each tensor in the Karcher mean of their directions, at their mean length.
 
     The mean m of the unit vectors u_i minimises Σ αᵢ arccos²(m·uᵢ). It is found by the iteration
     m ← cos|τ| m + sin|τ| τ/|τ| with τ = Σ αᵢ θᵢ/sin θᵢ (uᵢ - cos θᵢ m), which never leaves the span of the
@@ -174,7 +174,7 @@ def spherical_mean_coefficients(
 
 
 def model_stock_coefficients(gram: Matrix) -> Vector:
-    """How much of each task vector Model Stock adds to the base: t/n with t = n cos θ / (1 + (n-1) cos θ).
+    """Model Stock's coefficient of each task vector: t/n with t = n cos θ / (1 + (n-1) cos θ).
 
     Jang et al. (2024), arXiv:2403.19522, eq. 8; cos θ is the mean cosine between two of the n ≥ 2 task
     vectors, whose scalar products are `gram`, (n, n). Where it is not positive, the vectors point away from
@@ -206,7 +206,7 @@ METHODS = {
     ),
     "passthrough": Method(
         "Passthrough",
-        "layers of the models as they are, one behind the other",
+        "layers of the models as they are, one after the other",
         {"weight": 1.0},
         _fit_linear,
         base="optional",
