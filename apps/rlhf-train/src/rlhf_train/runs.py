@@ -29,7 +29,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     """The folder of a new run; removed again when the run was refused before it began.
 
     Of the options, `output_dir` and `dry_run` are read; without `output_dir` the folder is named after the
-    job. A dry run has its name alone, checked as that of another run is.
+    job. A dry run leaves no folder, but its name is checked as for any run.
     """
     named = options["output_dir"]
     if options["dry_run"]:
@@ -58,7 +58,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
 
 
 def _planned(named: str | None, job: str) -> RunFolder:
-    """The folder that a run would have, made as a check and removed at once with all that was made for it."""
+    """The folder that a run would have: made as a check, and removed with all parents made for it."""
     inmost = Path(ROOT) if named is None else Path(named)
     made = [folder for folder in (inmost, *inmost.parents) if not folder.exists()]
     try:
@@ -95,7 +95,7 @@ def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
 def other_workers(
     options: dict[str, Any], values: dict[str, Any], sampling: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The processes that `--distributed` gives a resumed run, which must not change what it computes.
+    """Settings of `--distributed` for a resumed run; refused if they would change what it computes.
 
     `sampling` is the section of the run's settings that has `prompts_per_batch`; None where none are sampled.
     """
@@ -122,7 +122,7 @@ def other_workers(
 
 
 def _on_workers(distributed: dict[str, Any]) -> bool:
-    """Whether settings of `distributed`, before they are checked, have rollout workers."""
+    """Whether the unchecked settings of `distributed` have rollout workers."""
     return bool(distributed and distributed.get("rollout_workers", not distributed.get("trainer_workers")))
 
 
@@ -131,8 +131,11 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
 
     Args:
         options: those of the command; `resume` and `output_dir` name the folder.
-        job: whose newest unfinished run is taken where neither does.
+        job: its newest unfinished run is taken if neither names a folder.
         changing: names of the options that would change the run's settings, and so are refused.
+
+    Raises:
+        UserError: an option of `changing` is given, the two folders differ, or there is no such run.
     """
     given = [name for name in changing if not any(options.get(name) is x for x in (None, False, ()))]
     if given:
@@ -161,11 +164,10 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
 
 @contextmanager
 def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None]:
-    """Within this context, an interruption says how the run is continued, where it has begun.
+    """Within this context, an interruption gets a note with the command that continues the run.
 
-    So does a mistake that shows after the first checkpoint, such as a judge that no longer replies.
-
-    `trains` locks the folder: no other process may train in it meanwhile.
+    So does a `UserError` after a new checkpoint, such as that of a judge that no longer replies.  `trains`
+    locks the folder, so that no other process trains in it meanwhile.
     """
     before = run.checkpoints()
     try:
@@ -189,16 +191,17 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM ended the process; `exit_code` is what it exits with."""
+    """SIGTERM was received; the process exits with `exit_code`."""
 
     exit_code = 128 + signal.SIGTERM
 
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
-    """Within this context SIGTERM raises `KeyboardInterrupt` with exit code 143; yields what ignores it.
+    """Within this context SIGTERM raises `KeyboardInterrupt` with exit code 143.
 
-    When one process refuses a run, torchrun sends SIGTERM to the others, the one that cleans up among them.
+    Yields a function after which SIGTERM is ignored: when one process refuses a run, torchrun sends SIGTERM
+    to the others, among them the one that removes the folder.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -216,7 +219,7 @@ def terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
 
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:
-    """Remove a run folder that holds nothing but what it began with; a folder the user made stays, empty."""
+    """Remove a run folder that only has files written before the first step; `keep` leaves it, empty."""
     if any(path.name not in (*_FILES, _BASE) for path in folder.iterdir()):
         return
     for name in _FILES:

@@ -190,8 +190,8 @@ class BaseConfig(BaseModel):
 def load_config_file(path: str | Path) -> dict[str, Any]:
     """Read the mapping of a `.json`, `.yaml` or `.yml` file; an empty file is an empty mapping.
 
-    In YAML, `1e-5` is a number (plain YAML 1.1 would read a string). Of a run's `config.json`, paths are
-    those of now, see `RunFolder.read_config`.
+    In YAML, `1e-5` is a number (plain YAML 1.1 would read a string). Paths of a run's `config.json` are
+    adjusted if the run was moved, see `RunFolder.read_config`.
 
     Raises:
         UserError: the file is missing, unreadable, of another type, invalid, or not a mapping.

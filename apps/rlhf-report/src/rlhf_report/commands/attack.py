@@ -23,7 +23,7 @@ from rlhf_report.options import dtype_option, explained, max_new_tokens_option, 
 @click.option(
     "--reward", metavar="REWARD", help="Measures answers in place of the rows; as in rlhf-train --reward."
 )
-@click.option("--right-from", type=float, help="With --reward: the reward from which on an answer is right.")
+@click.option("--right-from", type=float, help="With --reward: an answer with at least this reward is right.")
 @max_new_tokens_option(64, "an answer")
 @click.option("--seed", default=0, show_default=True, type=int, help="Seed of the changes.")
 @dtype_option()

@@ -15,7 +15,7 @@ from rlhf_report.compare.table import PREFERENCE, Options, Table
 _RESAMPLES = 10_000
 
 _FEWEST = 10
-"""Prompts of a slice from which on it gets a difference."""
+"""Fewest prompts of a slice for which a difference is computed."""
 
 
 def compare(table: Table, options: Options) -> dict[str, Any]:

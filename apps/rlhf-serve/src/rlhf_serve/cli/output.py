@@ -152,7 +152,7 @@ class Output:
         return len(lines), sum(len(line) + 1 for line in lines)
 
     def check_settings(self, settings_of: Callable[[Any], dict[str, Any]]) -> Any:
-        """The marks, with the settings that the file was made with equal to those of now."""
+        """Return the marks; `UserError` if the file was made with other settings than the present ones."""
         try:
             marks = json.loads(self.marks.read_text(encoding="utf-8"))
             before = settings_of(marks)

@@ -88,7 +88,7 @@ def run_compare(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _continued(run: RunFolder) -> Iterator[RunFolder]:
-    """The folder of a comparison that is resumed; see `new_run`."""
+    """The folder of a resumed comparison, as a context like `new_run`."""
     with terminated_as_interrupted():
         yield run
 
@@ -230,13 +230,13 @@ def _train(arguments: Sequence[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let Linux send SIGTERM to this process when the comparison's is gone, after kill -9 too."""
+    """Have Linux send SIGTERM to this process when its parent ends, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _measure_start(plan: ComparisonPlan, prompts: Sequence[PromptRecord], run: RunFolder) -> None:
-    """Measure the start model, before anything is trained: a reward that fails is to fail now."""
+    """Measure the start model before anything is trained, so that a failing reward fails now."""
     from rlhf_train.comparison.policies import PolicyMeter
 
     if run.read_results() is None:
@@ -246,7 +246,7 @@ def _measure_start(plan: ComparisonPlan, prompts: Sequence[PromptRecord], run: R
 def _measure(
     plan: ComparisonPlan, prompts: Sequence[PromptRecord], run: RunFolder, folder: Path, steps: int
 ) -> None:
-    """Measure one run's policies; the models are let go of again, so that the next run has the memory."""
+    """Measure one run's policies; the models are freed on return, so that the next run has the memory."""
     from rlhf_train.comparison.policies import PolicyMeter, is_measured
 
     measured = measured_steps(steps, plan.evaluations)
@@ -257,7 +257,7 @@ def _measure(
 
 
 def _report(run: RunFolder, console: Console) -> None:
-    """The page of `rlhf-report compare` if it is installed; else how to get it."""
+    """Write the page of `rlhf-report compare`; print how to install it if it is missing."""
     command = ["compare", str(run.path), "--output-dir", str(run.path / _REPORT)]
     if importlib.util.find_spec("rlhf_report") is None:
         console.print(f"pip install rlhf-report, and then: rlhf-report {' '.join(command)}")

@@ -85,7 +85,7 @@ def story_plan(config: RLHFConfig, folder: Path) -> RLHFConfig:
 
 @contextlib.contextmanager
 def rows_for(run: RunFolder) -> Iterator[None]:
-    """Within this context, prompts that `story_stages` writes go again where the run is refused at once."""
+    """Within this context, prompts written by `story_stages` are removed if the run is refused early on."""
     before = {path.name for path in run.path.iterdir()}
     try:
         yield

@@ -129,7 +129,7 @@ class ConsoleEvents(Events):
         self._advance(_TITLES[phase], step, total, shown)
 
     def report(self, phase: str, report: StepReport) -> None:
-        """A line for an evaluation on the way, and where no bar is drawn one for a checkpoint."""
+        """A line for an evaluation during training and, if no bar is drawn, one for a checkpoint."""
         start = f"{_TITLES[phase]}: {report.step}/{report.total}  "
         found = {name.removeprefix("eval_"): value for name, value in report.evaluation.items()}
         if found:

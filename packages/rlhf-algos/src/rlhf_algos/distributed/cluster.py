@@ -219,8 +219,8 @@ class Cluster(Connection):
     def leave_if_drained(self, tell: Tell) -> None:
         """Have this process stop as SIGTERM does, with a checkpoint, once `ray drain-node` gives its notice.
 
-        Machines that only have workers may leave without one: nothing is there that another one lacks.  Ray
-        Train starts training processes again elsewhere.
+        Machines that only have workers may leave without a checkpoint: they hold no state of the training.
+        Ray Train starts training processes again elsewhere.
 
         `tell` is called with that event, once.
         """

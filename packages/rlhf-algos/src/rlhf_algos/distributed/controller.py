@@ -30,9 +30,9 @@ from rlhf_data import PromptExample
 from rlhf_infer import Measured, Rollout, Samples, SamplingParams
 
 _NOW = -1
-"""Step of what is sampled at once, such as an evaluation; it comes before all else."""
+"""Step of tasks that come before all others, such as those of an evaluation."""
 _POLL = 0.2
-"""Seconds after which a wait looks up."""
+"""Longest wait in seconds before errors and workers are checked again."""
 _GAP = 0.002
 """Seconds between turns in which the trainer's thread gets its turn."""
 
@@ -151,7 +151,7 @@ class Controller:
         return self._sample(role, prompts, n, params)
 
     def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
-        """Begin to sample a step, with the weights that are due to it; one that has begun goes on."""
+        """Begin to sample a step, with the weights of its version, unless it has begun already."""
         if step in self._steps:
             return
         if self._ledger is None and self._path:  # not where a run is only evaluated, perhaps while it trains
@@ -293,7 +293,7 @@ class Controller:
         return _groups(tasks)
 
     def _work(self, done: Callable[[], bool]) -> None:
-        """Drive the workers until something is done; whatever else was begun goes on meanwhile."""
+        """Drive the workers until `done()` is true; all other tasks in progress are driven as well."""
         while not done():
             with self._lock:
                 if self._error is not None:

@@ -105,7 +105,7 @@ class Scoring:
 
 
 class RewardWorker:
-    """Calls reward functions; nothing of it is worth keeping, so another one can take its place."""
+    """Calls reward functions; it has no state of its own, so a new worker can replace it at any time."""
 
     def __init__(self, cpus: int) -> None:
         self._cpus = cpus

@@ -133,7 +133,7 @@ class Task:
 
 
 class RolloutWorker:
-    """Samples completions; nothing of it is worth keeping, so another one can take its place at any time."""
+    """Samples completions; it has no state of its own, so a new worker can replace it at any time."""
 
     def __init__(self, cpus: int) -> None:
         self._cpus = cpus

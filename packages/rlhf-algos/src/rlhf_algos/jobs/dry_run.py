@@ -66,7 +66,7 @@ from rlhf_models import (
 )
 
 _MEASURED_STEPS = 64
-"""Steps whose tokens are counted; the rest is taken to be alike."""
+"""Steps whose tokens are counted; the later ones are assumed to have their mean."""
 _CLASSES: dict[str, Any] = {
     "policy": AutoModelForCausalLM,
     "reward": AutoModelForSequenceClassification,
@@ -204,7 +204,7 @@ def _count_tokens(
 
 
 def _completed(example: Any, config: JobConfig) -> Any:
-    """An example; of a prompt its completions as long as they may get, no two alike."""
+    """An example; for a prompt, distinct completions of the greatest length that sampling allows."""
     if not isinstance(config, OnlineJobConfig):
         return example
     return longest_completions(example.prompt_ids, config.num_generations, config.max_completion_length)

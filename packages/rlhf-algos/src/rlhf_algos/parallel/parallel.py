@@ -88,8 +88,8 @@ class Parallel:
         mixed = "no" if self.fsdp or plugin else self.precision
         init_process_group()  # Accelerate alone starts no DeepSpeed group on CPUs
         AcceleratorState._reset_state()  # one trainer of this process may be in bf16, the next in fp32
-        # Buffers are alike everywhere; sent with every forward pass they would keep a process waiting for one
-        # that makes fewer passes, as in evaluation.
+        # Buffers are equal in all processes; a broadcast in every forward pass would make a process wait for
+        # one that makes fewer passes, as in evaluation.
         unsent = DistributedDataParallelKwargs(broadcast_buffers=False)
         self.accelerator = Accelerator(
             mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[unsent]

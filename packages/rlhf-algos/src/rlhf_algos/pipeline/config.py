@@ -36,7 +36,7 @@ class StageConfig(BaseConfig):
     promotes: str | None = None
     """Role, such as policy, that its model takes; of kind gate only if all gates pass."""
     on_failure: Literal["stop", "rollback"] = "stop"
-    """Of kind gate: `stop` ends the pipeline, in a loop its rounds; `rollback` goes on with the model that
+    """Of kind gate: `stop` ends the pipeline, in a loop its rounds; `rollback` continues with the model that
     the role had before."""
     on_inconclusive: Literal["reject", "accept"] = "reject"
     """Of kind gate: what happens if no gate fails, and some are not shown to pass either."""

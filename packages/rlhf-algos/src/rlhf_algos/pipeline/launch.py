@@ -125,17 +125,17 @@ def launch(stage: Stage, settings: dict[str, Any], folder: Path) -> int:
 
 
 def wait_for_the_last(folder: Path, held: Callable[[], None]) -> None:
-    """Wait for the stage's process of a pipeline that was killed, which ends with it, but not at once.
+    """Wait for the stage's process of a pipeline that was killed: it ends soon after the pipeline.
 
-    Until then it may still write into the folder, from which it is decided how the stage goes on. `held` is
-    called if there is such a process.
+    Until then it may still write into the folder, whose content decides how the stage is continued. `held`
+    is called if there is such a process.
     """
     if (folder / _LOCK).exists():
         os.close(child.take_lock(str(folder / _LOCK), held))
 
 
 def launcher(launch: int | str | None) -> list[str]:
-    """The words before a module: of Python, of torchrun with so many processes, or of another launcher."""
+    """The command before `-m MODULE`: Python, torchrun with `launch` processes, or the launcher named."""
     if launch is None:
         return [sys.executable, "-m"]
     if isinstance(launch, int):

@@ -81,7 +81,7 @@ class RLHFOrchestrator:
         capability: settings of the capability stages before and after each training of the policy, as
             `{"suite": ["stories", "text"]}`; None for no tests.
         margin: loss of a suite that does not matter.
-        on_event: told what happens.
+        on_event: called with each event of the pipeline.
     """
 
     def __init__(

@@ -201,8 +201,8 @@ class ResultStore:
     def set_aside(self, folder: Path, address: str) -> Path | None:
         """Rename a folder whose stage would take what lies there for its own work.
 
-        None where nothing lies there, or where the history says that the stage began and has not finished: it
-        goes on in the folder.
+        None if there is no folder, or if the history says that the stage began and has not finished: then it
+        continues in the folder.
         """
         began = not (folder / STAGE).exists() and self._last_event(address) in ("started", "failed")
         if began or not folder.exists():

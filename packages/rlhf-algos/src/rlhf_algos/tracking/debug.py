@@ -76,8 +76,8 @@ class ActivationHistograms:
     """Records histograms of decoder layers' outputs and plots them: `activations.jsonl` and `.png`.
 
     Hooks are on the layers during a recorded step only.  The bins are of magnitudes, four to a power of ten,
-    so that vanishing and exploding values show alike.  Not covered: layers compiled by torch.compile before
-    the hooks came, whose hooks never run; gradient checkpointing counts every value twice.
+    so that vanishing and exploding values both show.  Not covered: layers compiled by torch.compile before
+    the hooks were registered, whose hooks never run; gradient checkpointing counts every value twice.
 
     Args:
         model: with a list of like layers, as every transformers decoder has.

@@ -18,7 +18,7 @@ from rlhf_data.records.preference import PreferenceRecord
 Ties = Literal["keep", "drop", "margin0"]
 _as_json = json.JSONEncoder(sort_keys=True, default=str).encode
 TIE_SIMILARITY = 0.95
-"""Completions at least this alike are a tie."""
+"""Completions with at least this similarity, in [0, 1], are a tie."""
 
 
 def content_hash(*values: Any) -> int:

@@ -136,7 +136,7 @@ class Encoder:
     """Encodes texts and conversations with one tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, or anything that is called and named alike.
+        tokenizer: a Hugging Face tokenizer, or an object with the same methods and attributes.
 
     Attributes:
         tokenizer: the tokenizer.

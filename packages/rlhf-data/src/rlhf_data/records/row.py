@@ -270,9 +270,9 @@ def joined_columns(
 def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Split two conversations with a common beginning into prompt, chosen and rejected completion.
 
-    Transcripts are split at the last turn of the assistant that both start alike; other texts at the last
-    white space up to which they agree; message lists after the last message that both share. The prompt is
-    empty if nothing is shared.
+    Transcripts are split at the start of the last assistant turn within their common beginning; other texts
+    at the last white space of it; message lists after the last message that both share. The prompt is empty
+    if nothing is shared.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         shared = chosen[: common_prefix(chosen, rejected)]

@@ -93,7 +93,7 @@ class RunFolder:
         atomic_write_json(self.path / _CONFIG, placed(config, self.path))
 
     def read_config(self) -> dict[str, Any]:
-        """Return the resolved config; where the tree around this folder was moved, with the paths of now.
+        """Return the resolved config; paths are adjusted if the tree around this folder was moved.
 
         Raises:
             UserError: `config.json` is missing or damaged.
@@ -225,7 +225,7 @@ class RunFolder:
 
 
 def current_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics by their names of now: those of evaluations began with `eval/` in older runs of the game."""
+    """Metrics by their present names: in older runs of the game, those of evaluations begin with `eval/`."""
     return {f"eval_{name[5:]}" if name.startswith("eval/") else name: metrics[name] for name in metrics}
 
 

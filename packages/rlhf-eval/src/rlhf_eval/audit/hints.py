@@ -114,7 +114,7 @@ def _ends(rows: Rows, key: str) -> tuple[float | None, float | None]:
 
 def _texts(samples: Rows, stages: Sequence[str]) -> list[str]:
     rows = [row for row in samples if row.get("stage") in stages]
-    if rows:  # of the game's on the way, those of the last step
+    if rows:  # the game logs samples during training; those of its last step are read
         last = rows[-1].get("step")
         rows = [row for row in rows if row.get("step") == last]
     return [text for row in rows if isinstance(text := row.get("completion", row.get("answer")), str)]

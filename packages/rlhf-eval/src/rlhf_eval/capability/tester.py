@@ -73,7 +73,7 @@ class CapabilityReport:
 
 
 class CapabilityTester:
-    """Measures a model on suites, and says whether another one has lost any of it.
+    """Measures a model on suites, and says whether a second model is worse on any of them.
 
     Every prompt is answered greedily, so that a model always gets the same scores. Choices and texts are
     scored by likelihood, texts in nats per byte.

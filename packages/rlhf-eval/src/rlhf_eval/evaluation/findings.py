@@ -15,7 +15,7 @@ _REPEATS = 0.3
 
 
 def evaluation_findings(results: Mapping[str, Any]) -> list[str]:
-    """The sentences, what decides first.
+    """The sentences: those of the comparisons come first.
 
     Args:
         results: of an evaluation, with `models` and `comparisons`.

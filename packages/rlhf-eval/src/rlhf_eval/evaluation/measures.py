@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _FEWEST_CONTROLLED = 20
-"""Prompts from which on a win rate is also computed at equal length."""
+"""Fewest prompts for which a win rate is also computed at equal length."""
 
 
 def as_json(interval: Interval) -> dict[str, Any]:

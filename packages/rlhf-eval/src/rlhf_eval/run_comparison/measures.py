@@ -84,7 +84,7 @@ def convergence_threshold(starts: ArrayLike, finals: ArrayLike, fraction: float 
 
 
 def first_held(smoothed: ArrayLike, threshold: float, hold: int = HOLD) -> int | None:
-    """Index of the first value from which on `hold` values in a row are at or above a threshold.
+    """Index of the first of `hold` consecutive values at or above a threshold.
 
     Args:
         smoothed: (n,) the curve, noise taken out.

@@ -180,7 +180,7 @@ def _longest_run(words: Sequence[str]) -> int:
 
 
 def _repeat_of(numbers: Sequence[int], size: int) -> int | None:
-    """Where a run of so many words begins that comes again after its end."""
+    """Start of a run of `size` numbers that occurs again after its end, by rolling hash; None without one."""
     seen: dict[int, int] = {}
     top, rolling = pow(_BASE, size - 1, _PRIME), 0
     for end, number in enumerate(numbers):

@@ -17,7 +17,7 @@ _SHUFFLES = 4
 class ReferenceScorer:
     """Measures completions by a language model that nothing here trains.
 
-    It must be another one than the policy: a policy finds what it writes likely.
+    It must differ from the policy, which gives its own completions a high likelihood.
 
     Args:
         model: a transformers causal LM.

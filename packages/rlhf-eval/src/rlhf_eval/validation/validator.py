@@ -21,16 +21,16 @@ _OF_MODELS = ("nll", "coherence", "entailment", "contradiction")
 
 @dataclass(frozen=True)
 class ValidatorConfig:
-    """From where on a measure is a flaw.
+    """Thresholds at which a measure counts as a flaw.
 
     Args:
-        rule: the measure of a rule, of which 0.5 is too much.
+        rule: for the measures of rules, in [0, 1].
         nll: mean and standard deviation of the negative log-likelihood per token of good completions under
             the reference model; None without calibration, and then likelihood is measured and flags nothing.
-        surprising: standard deviations above the mean from which on a completion is flagged.
-        bland: standard deviations below it.
+        surprising: a completion is flagged this many standard deviations above the mean.
+        bland: likewise, below the mean.
         coherence: nats per token; less is flagged. None without calibration.
-        contradiction: P(contradiction) from which on a sentence is flagged, unless P(entailment) is larger.
+        contradiction: P(contradiction) at which a sentence is flagged, unless P(entailment) is larger.
     """
 
     rule: float = 0.5
@@ -46,7 +46,7 @@ class Validation:
     """Findings in a completion.
 
     Args:
-        score: in [0, 1], 1 for no flaw: 1 − the greatest severity.
+        score: 1 − the greatest severity, in [0, 1]; 1 for no flaw.
         measures: every measure in its own unit; None where it is not defined, or its model or source missing.
         flaws: what is beyond a threshold.
     """
@@ -67,7 +67,7 @@ class Validation:
 
 
 class AdversarialValidator:
-    """Looks for flaws that need no right answer: a lower bound, for what it does not find may be wrong too.
+    """Looks for flaws without knowing the right answer; a completion without flaws may still be wrong.
 
     Rules measure repetition, echo of the prompt, another language, an end in the middle, and nothing at all.
     A reference model measures likelihood, too low as well as too high, and whether the order of sentences

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 _LEAST_PRODUCTS = 1 << 25
-"""Multiplications from which oneDNN pays: it compiles a kernel for each new shape, which takes 0.6 ms."""
+"""Fewest multiplications for oneDNN, which needs 0.6 ms to compile a kernel for each new shape."""
 _ROUND = 64
 """Rows of which streams are made multiples: oneDNN keeps some 0.4 MB for each new shape, for ever."""
 _LOG = logging.getLogger(__name__)
