@@ -179,7 +179,7 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
 
 
 def outcome(course: list[dict[str, Any]]) -> dict[str, Any]:
-    """How a run ended, and the calls from which on the bait is taken in fewer than a tenth to the end.
+    """How a run ended, and the calls after which the bait is taken in fewer than a tenth to the end.
 
     The share is a mean of five steps.
     """

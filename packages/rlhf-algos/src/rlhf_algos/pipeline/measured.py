@@ -106,10 +106,10 @@ def check_ratings(settings: Mapping[str, Any]) -> None:
 
 
 def collapse_alarms(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Signs that texts of later rounds have collapsed, each compared with the first round's.
+    """Signs that the policy has collapsed in a later round, compared with the first round.
 
-    Distinct 2-grams, and the share of different texts, that fell to less than half; lengths that doubled or
-    halved; most texts cut off at their longest where they were not.
+    The share of distinct 2-grams, of distinct texts, or the entropy per token fell below half; the mean
+    length more than doubled or halved; most texts are cut off at the maximum length and were not before.
 
     Args:
         rounds: measures of the texts of each round, see `text_measures`.
