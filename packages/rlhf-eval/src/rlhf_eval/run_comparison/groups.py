@@ -48,8 +48,8 @@ class Pair:
         first: Name of the better group.
         second: Name of the other.
         difference: Difference of the means over seeds, positive where the first is better.
-        holm: Its p-value, corrected for the number of pairs; 1 if there is no spread to judge it by.
-        probability: That a run of the first beats one of the second.
+        holm: Its p-value, corrected for the number of pairs; 1 if neither group has any spread.
+        probability: Probability that a run of the first is better than one of the second.
     """
 
     first: str
@@ -80,11 +80,12 @@ def compare_pairs(
 ) -> list[Pair]:
     """Every pair of the groups that have two seeds at least.
 
-    Differences take the studentised bootstrap of `two_sample_difference`, which covers for two seeds too, or
-    Welch's t where the seeds of one group are all equal, as they are where runs of a coarse measure hardly
-    differ: a bootstrap of the two seeds of the other alone calls nearly any difference decided. The
-    probability of improvement is rliable's, whose interval does not cover: it is [1, 1] whenever all runs of
-    one group beat all of the other, by chance in a third of the cases with two seeds each.
+    Intervals of differences are those of the studentised bootstrap of `two_sample_difference`, which keeps
+    its coverage with two seeds, or of Welch's t if all seeds of one group are equal, as happens with coarse
+    measures: a bootstrap of two seeds of the other group alone would find nearly any difference significant.
+    The probability of improvement is rliable's, whose interval covers too little: it is [1, 1] whenever all
+    runs of one group beat all of the other, which happens by chance in a third of the cases with two seeds
+    each.
 
     Args:
         groups: Final values of the runs by the name of their group.

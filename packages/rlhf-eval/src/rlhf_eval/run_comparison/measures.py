@@ -16,17 +16,17 @@ WINDOW = 11
 HOLD = 5
 """Logged values for which a threshold must be held."""
 FRACTION = 0.9
-"""Of the way from the start to the best final value, where a run counts as converged."""
+"""Part of the way from the start to the best final value at which a run counts as converged."""
 _FINAL = 10
-"""The last tenth of a curve is its end."""
+"""The end of a curve is its last 1 / `_FINAL`."""
 
 
 def running_mean(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
-    """Mean of each value and its neighbours, as many on either side, fewer towards both ends.
+    """Centred moving average; the window is symmetric and shrinks towards both ends.
 
-    A curve that rises in a straight line stays what it is, at its ends too.
+    A straight line is left unchanged, at its ends too.
 
-    `window` is odd: the number of values that are averaged, at most.
+    `window`, an odd number, is the most values that are averaged.
 
     Returns:
         (n,)
@@ -35,15 +35,15 @@ def running_mean(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
 
 
 def running_median(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
-    """Median of each value and its neighbours, of the same windows as `running_mean`; (n,)."""
+    """Centred moving median (n,), over the windows of `running_mean`."""
     return np.array([np.median(part) for part in _windows(values, window)])
 
 
 def detrended_variance(values: ArrayLike, window: int = WINDOW) -> float:
-    """Variance of what a running median leaves of a curve, over its second half.
+    """Variance of the residuals of a running median, over the second half of a curve.
 
-    The median follows learning and leaves noise and jumps, so that a curve is not called unstable because it
-    falls. NaN for fewer values than the window has.
+    The median follows the trend, so that the residuals are noise and jumps, and a curve is not called
+    unstable because it falls. NaN for fewer values than the window has.
     """
     found = np.asarray(values, dtype=float)
     if len(found) < window:
@@ -53,9 +53,9 @@ def detrended_variance(values: ArrayLike, window: int = WINDOW) -> float:
 
 
 def oscillation(smoothed: ArrayLike) -> float:
-    """How far a curve travels for each unit that it gets ahead: Σ|Δr| / |r_end − r_start|.
+    """Total variation of a curve relative to its net change: Σ|Δr| / |r_end − r_start|.
 
-    1 for a curve that only rises, or only falls; NaN for one that ends where it began.
+    1 for a monotonic curve; NaN for one that ends where it began.
     """
     found = np.asarray(smoothed, dtype=float)
     ahead = float(abs(found[-1] - found[0])) if len(found) else 0.0
@@ -87,9 +87,9 @@ def first_held(smoothed: ArrayLike, threshold: float, hold: int = HOLD) -> int |
     """Index of the first of `hold` consecutive values at or above a threshold.
 
     Args:
-        smoothed: (n,) the curve, noise taken out.
+        smoothed: (n,) the smoothed curve.
         threshold: What must be reached; NaN is never reached.
-        hold: Values in a row; a curve that ends before is not there yet.
+        hold: Number of consecutive values; a curve that ends before has not converged.
 
     Returns:
         The index; None if there is no such value.
@@ -104,13 +104,13 @@ def first_held(smoothed: ArrayLike, threshold: float, hold: int = HOLD) -> int |
 def at_kl(kls: ArrayLike, values: ArrayLike, at: float) -> float:
     """A curve's value where its KL first reaches `at`, linear between the points on either side.
 
-    Comparing rewards at equal KL is comparing what each unit of distance from the start bought (Gao et al.
-    2022, "Scaling laws for reward model overoptimization", section 3, https://arxiv.org/abs/2210.10760).
+    Rewards are compared at equal distance from the start as in Gao et al. 2022, "Scaling laws for reward
+    model overoptimization", section 3, https://arxiv.org/abs/2210.10760.
 
     Args:
         kls: (n,) KL to the start, in the order of training.
-        values: (n,) what was reached there.
-        at: The KL.
+        values: (n,) the values at these KLs.
+        at: The KL at which the curve is read.
 
     Returns:
         The value; NaN where the curve begins beyond `at`, or never gets there.

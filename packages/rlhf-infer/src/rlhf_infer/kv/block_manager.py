@@ -17,12 +17,12 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(frozen=True)
 class BlockStats:
-    """Where the blocks of a `BlockManager` are, and what has come of keeping them.
+    """Use of the blocks of a `BlockManager`, and counts of reused and evicted blocks.
 
     Args:
         used: blocks that sequences hold.
         shared: of these, blocks that several hold.
-        known: blocks that nobody holds, whose contents are still found by later sequences.
+        known: blocks that no sequence holds, whose contents later sequences can still find.
         empty: all other blocks.
         waste: places (tokens) without a token in the used blocks.
         found: tokens that sequences did not need to bring, so far.
@@ -52,9 +52,10 @@ class BlockManager:
 
     A sequence holds its blocks until it is freed; forks hold the same ones, and the first to write into a
     block that is not full gets a copy of its own. Full blocks are known by the hash of the block before and
-    their tokens, so a block is found only after exactly the tokens that it was filled after. Nobody's blocks
-    stay known until they are needed: those not used for longest go first, of a sequence the last ones. This
-    class only keeps the books; `PagedKVCache` holds the tensors. Using a freed sequence raises a KeyError.
+    their tokens, so a block is found only after exactly the tokens that it was filled after. Blocks that no
+    sequence holds stay known until they are needed: the least recently used are taken first, of a sequence
+    the last ones. This class has only the tables; `PagedKVCache` holds the tensors. Using a freed sequence
+    raises a KeyError.
 
     Args:
         num_blocks: blocks that there are.
@@ -79,7 +80,7 @@ class BlockManager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds, known ones among them."""
+        """Blocks that no sequence holds, known ones among them."""
         return len(self._free)
 
     def known(self, tokens: Sequence[int]) -> int:
@@ -139,7 +140,7 @@ class BlockManager:
         return self._enter(_Sequence(parent.tokens.copy(), parent.table.copy(), parent.digest))
 
     def free(self, number: int) -> None:
-        """End a sequence; its full blocks stay known for as long as nobody needs their places."""
+        """End a sequence; its full blocks stay known until they are written over."""
         # The last block first, so that none goes before those after it, which are found through it.
         for block in reversed(self._sequences.pop(number).table):
             self._holders[block] -= 1
@@ -149,8 +150,8 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
 
     def forget(self) -> None:
-        """Let no later sequence find what is there, as for other weights; sequences keep what they hold."""
-        # Chains begin elsewhere from now on: what a sequence of before still fills must not be found either.
+        """Let no later sequence find present blocks, as after a change of weights; sequences keep theirs."""
+        # New chains get another root: blocks that present sequences still fill must not be found either.
         self._root = _digest(self._root, b"")
         self._known.clear()
         self._digests = [None] * self.num_blocks

@@ -16,7 +16,7 @@ from rlhf_models import AttentionOptions
 _UNKNOWN = torch.empty(0)
 """A mask that has not been made yet."""
 BLOCK = 128
-"""Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""
+"""Tokens by which a row's keys and values grow; the copies then cost a hundredth of the reads."""
 
 
 def room(tokens: int, most: int) -> int:
@@ -82,7 +82,7 @@ class DecodeAttention:
         return places.unique()
 
     def give(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Keys and values of a layer, of the prompts and of the rows; the plan has them no longer."""
+        """Keys and values of a layer, of the prompts and of the rows; the plan gives them up."""
         self._whole.pop(layer, None)
         return self._cache.layers.pop(layer), self._own.pop(layer)
 
@@ -213,7 +213,7 @@ class RaggedAttention(DecodeAttention):
 
     New tokens of a row follow each other, or form a tree; `move` then brings those of one branch together.
     A row's tokens that turn out not to be part of its completion are written over by later ones. A sliding
-    window is seen to only where all rows have as many tokens, and one new one each.
+    window is applied only if all rows have equally many tokens, and one new token each.
     """
 
     def at_step(self, step: int) -> RaggedAttention:
@@ -230,8 +230,8 @@ class RaggedAttention(DecodeAttention):
         Args:
             held: (B,) tokens that each row has already.
             counts: (B,) >= 1 new ones of each row.
-            parents: (B, W) of each new token but the first, the place among the row's new ones of the one
-                before it, a lower one. None: they follow each other.
+            parents: (B, W) for each new token but the first, the place of its parent among the row's new
+                tokens, which comes before it. None: each token follows the one before it.
         """
         self._width, self._end = int(counts.max()), int((held + counts).max())
         self._alike = self._width == 1 and bool((held == held[0]).all())

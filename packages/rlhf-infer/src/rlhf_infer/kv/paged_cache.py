@@ -32,8 +32,8 @@ class Swapped:
 class PagedKVCache(BlockManager):
     """Keys and values of sequences in blocks (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
 
-    Sequences that begin alike, and forks, hold the same blocks; see `BlockManager` for which. A sequence
-    takes less than a block more than its tokens need. What `gather` returns is bit for bit what was appended.
+    Sequences with a common beginning, and forks, share blocks; see `BlockManager`. A sequence wastes less
+    than one block. `gather` returns bit for bit what was appended.
 
         cache = PagedKVCache(num_blocks=64, block_size=16)
         sequence = cache.start(prompt)  # holds what is known of the prompt already

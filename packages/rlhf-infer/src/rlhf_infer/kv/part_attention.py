@@ -1,4 +1,4 @@
-"""Attention over a part of the keys, of which the softmax over all of them can be put together."""
+"""Attention over a part of the keys, with the log-sum-exps that combine parts into the whole softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of the ends of prompts whose beginnings are known."""
+"""Attention of prompts whose prefixes already have keys and values in a cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_models import AttentionOptions
 
 
 class PrefixAttention:
-    """Attention of the new tokens of prompts over them and over what is known; keeps keys and values.
+    """Attention of the new tokens of prompts over themselves and over the known prefixes; stores all keys.
 
     Args:
         cache: where all keys and values of the prompts go.
-        places: of the prompts in the cache.
-        known: keys and values of the tokens that prompts begin with.
-        sequences: those tokens of each prompt, in `known`; at least one.
+        places: the prompts' places in the cache.
+        known: keys and values of the prefixes.
+        sequences: number in `known` of each prompt's prefix, which has at least one token.
         counts: new tokens of each prompt, which follow each other in the stream; tokens after the last are
             padding, and get zeros.
     """

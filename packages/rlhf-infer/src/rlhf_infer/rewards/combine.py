@@ -37,7 +37,8 @@ class RewardScores:
         rewards: (F, B) fp32 on the CPU, not weighted; NaN where a function is not applicable.
         total: (B,) fp32, the weighted sum over the functions that are applicable; NaN where none is and
             nothing is filled in.
-        metrics: what functions logged with `log_metric`, the mean of each.
+        metrics: the mean of each metric that functions logged with `log_metric`; `unscored`, the share of
+            completions to which no function is applicable, if there are any.
         extras: what functions logged with `log_extra`, B values each.
     """
 
@@ -84,7 +85,7 @@ class Source:
 
     @property
     def is_async(self) -> bool:
-        """Whether calling it gives an awaitable at once."""
+        """Whether it is a coroutine function: calling it returns an awaitable without doing the work."""
         inner: Any = inspect.unwrap(self.function)
         return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
@@ -109,10 +110,10 @@ class RewardFunctions:
     one list of rewards per name; `components()`, if it combines several functions with weights of their
     own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if next to a checker it is only for
     answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`;
-    `is_probability`, if it gives the probability that a completion is right; `may_leave_out`, if its None
-    may mean that it could not tell, as of a judge behind an API. A completion that only such a function might
-    have scored gets the mean total of its prompt's other completions, or of the batch's, and the metric
-    `unscored` is the share of these.
+    `is_probability`, if it gives the probability that a completion is right; `may_leave_out`, if it may fail
+    to score a completion and then gives None, as a judge behind an API. If one of the functions has it, a
+    completion that no function scored gets the mean total of its prompt's other completions, or of the
+    batch's, and the metric `unscored` is the share of these.
 
     Args:
         functions: at least one.
@@ -149,13 +150,13 @@ class RewardFunctions:
                 name=double,
             )
         self.sources: tuple[Source, ...] = tuple(sources)
-        """The functions that are called, for those who call them one by one; see `combined`."""
+        """The functions that are called; a caller may call them one by one and then use `combined`."""
         self.names: tuple[str, ...] = tuple(rows)
         """Names of the rows of the scores."""
         self.weights: tuple[float, ...] = tuple(w for source in sources for w in source.weights)
         """Weights of the rows."""
         self.may_leave_out: bool = any(getattr(s.function, "may_leave_out", False) for s in sources)
-        """Whether None may mean of one of them that it could not tell."""
+        """Whether None of one of them may mean that it failed to score the completion."""
         probabilities = all(getattr(s.function, "is_probability", False) for s in sources)
         self.gives_probability: bool = (
             probabilities and min(self.weights) >= 0 and math.isclose(sum(self.weights), 1)
@@ -184,7 +185,7 @@ class RewardFunctions:
             completions: B texts, or message lists after a prompt of messages.
             completion_ids: B lists of token ids.
             columns: B values for each further column of the data.
-            step: optimizer steps done, which functions see as `trainer_state.global_step`.
+            step: the trainer's steps done, which functions see as `trainer_state.global_step`.
             fill_in: see `combined`.
 
         Raises:
@@ -202,7 +203,7 @@ class RewardFunctions:
         return self.joined(self.measure([samples]), samples, fill_in=fill_in)
 
     def measure(self, batches: Sequence[Samples]) -> list[Measured]:
-        """Rewards and logs for batches of samples, each of which the functions see by itself.
+        """Rewards and logs for batches of samples; functions are called once for each batch.
 
         Raises:
             UserError: a function fails, see `__call__`.
@@ -276,7 +277,7 @@ class RewardFunctions:
             total[i] = total[alike].mean()
 
     def state(self) -> dict[str, Any]:
-        """State to restore on resume, as JSON values: those of the functions that have one, by name."""
+        """State to restore on resume, as JSON values: by name, of the functions that have a state."""
         return {name: function.state() for name, function in self._stateful().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

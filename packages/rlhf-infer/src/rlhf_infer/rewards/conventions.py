@@ -39,7 +39,7 @@ class TrainerState:
     """The trainer's state as reward functions see it: the part of TRL's `trainer_state` that applies here.
 
     Args:
-        global_step: optimizer steps done.
+        global_step: the trainer's steps done; for online methods rollouts, each with all its updates.
     """
 
     global_step: int
@@ -58,7 +58,7 @@ class Samples:
         completions: B texts or message lists.
         completion_ids: B lists of token ids; None if they are not known.
         columns: B values for each further column of the data.
-        step: optimizer steps done.
+        step: the trainer's steps done, see `TrainerState`.
         log_metric: takes the name of a metric and one value of it.
         log_extra: takes the name of a column and one value per sample, to be shown with the completions.
     """

@@ -53,13 +53,13 @@ class ModelReward:
 class EnsembleReward:
     """One score from an ensemble of reward models, by default the mean minus k standard deviations.
 
-    What members disagree about is probably not known, and should not be chased (arXiv:2310.02743). The mean
-    standard deviation is logged as the metric `<name>/disagreement`.
+    The penalty keeps a policy from completions whose scores the members disagree about (arXiv:2310.02743).
+    The mean standard deviation is logged as the metric `<name>/disagreement`.
 
     Args:
         ensemble: the models; they are put into eval mode.
         aggregate: see `rlhf_models.aggregate_scores`.
-        k: how many standard deviations are taken off.
+        k: standard deviations that "mean_minus_std" subtracts, >= 0.
         name: what metrics call it.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
     """

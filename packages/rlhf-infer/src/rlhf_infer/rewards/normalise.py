@@ -32,8 +32,8 @@ class RewardNormaliser:
     Args:
         center: whether μ is subtracted; without, only the scale changes and every sign stays.
         clip: largest absolute value of a normalised reward; None for no limit.
-        gather: where several processes score parts of one batch, gives each of them what all have seen, so
-            that they normalise alike; None for one process.
+        gather: for several processes that score parts of one batch: gives each of them the statistics of
+            all, so that they normalise in the same way; None for one process.
 
     Raises:
         UserError: `clip` is not above 0.
@@ -87,7 +87,7 @@ class RewardNormaliser:
 
 
 class NormalisedReward:
-    """A reward function whose rewards are normalised, each batch after it was taken up; see `normalised`."""
+    """A reward function whose rewards are normalised, after they have updated the statistics."""
 
     def __init__(self, function: RewardFunction, normaliser: RewardNormaliser) -> None:
         if hasattr(function, "row_names"):
@@ -138,7 +138,7 @@ def normalised(
 ) -> NormalisedReward:
     """A reward function in units of its running standard deviation; see `RewardNormaliser`.
 
-    Every call moves the running statistics, one that only evaluates too; `state` and `load_state` undo it.
+    Every call updates the running statistics, in evaluation too; `state` and `load_state` restore them.
 
     Args:
         function: a reward function of any convention, synchronous or not.

@@ -29,16 +29,16 @@ _NOT_SENT = ("completion_ids", *NOT_COLUMNS)
 class RemoteReward:
     """Asks a scorer over HTTP; an asynchronous reward function.
 
-    A request is tried again after the failures that may pass (see `HTTPClient.send` and `RetryPolicy`), with
-    doubling pauses and as the scorer's `Retry-After` asks. Connections are kept. Scorers on this machine are
-    asked without a proxy; redirections are not followed.
+    A request is retried after transient failures (see `HTTPClient.send` and `RetryPolicy`), with doubling
+    pauses, never shorter than the scorer's `Retry-After`. Connections are kept. Scorers on this machine are
+    reached without a proxy; redirects are not followed.
 
     Args:
         url: `http://` or `https://`.
         protocol: see `Protocol`.
-        timeout_s: seconds without an answer after which a try is given up.
-        batch_size: completions in one request, requests being sent at the same time; None for all in one.
-        concurrency: requests under way at a time.
+        timeout_s: seconds to wait for a response before the next try.
+        batch_size: completions in one request; None for all in one. Requests are sent concurrently.
+        concurrency: most requests in flight at a time.
         headers: further HTTP headers, such as `Authorization`.
         name: what metrics call it.
         **retry: `retries`, `backoff_s` and `deadline_s` of `RetryPolicy`.

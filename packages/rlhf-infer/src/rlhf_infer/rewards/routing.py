@@ -31,11 +31,14 @@ def can_be_checked(flag: Any) -> bool:
 
 
 def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:
-    """Let a function see only samples whose answer cannot be checked, where the data says which those are.
+    """Let a function see only samples whose answer cannot be checked, by the column `verifiable`.
 
-    The rewards of the others are None. A checker next to it leaves out what this one sees.
+    The rewards of the others are None; without the column it sees all. A checker next to it gives None for
+    the samples that this function sees.
 
-    `rows` are the names of what it returns, where that is a mapping.
+    Args:
+        call: the function.
+        rows: keys of what it returns, if that is a mapping; else empty.
     """
 
     def routed(samples: Samples) -> Any:
@@ -51,7 +54,7 @@ def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:
 
 
 def _spread(result: Any, seen: Sequence[int], count: int) -> Any:
-    """Rewards of the samples seen, as rewards of all; anything but a list of them is left to later checks."""
+    """Rewards of all `count` samples, None for those not seen; a malformed result is returned unchanged."""
     if isinstance(result, Mapping):
         return {row: _spread(values, seen, count) for row, values in result.items()}
     if not hasattr(result, "__len__") or len(result) != len(seen):

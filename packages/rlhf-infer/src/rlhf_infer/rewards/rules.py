@@ -35,7 +35,7 @@ class LengthReward:
         minimum: the least length that is wanted; None for no least.
         maximum: the greatest length that is wanted; None for no greatest.
         unit: "tokens" of the policy, its end token included, or "characters".
-        scale: s, in the unit; None takes the target, or the range's end that is given (the greater of both).
+        scale: s, in the unit; None takes the target or the greater given end of the range, at least 1.
         name: what metrics call it.
     """
 
@@ -90,7 +90,7 @@ class RepetitionReward:
 
     Args:
         ngram_size: n, in units.
-        max_penalty: w, at most 0: the reward if all n-grams were one and the same, nearly.
+        max_penalty: w, at most 0: the limit of the reward for a long completion of a single repeated n-gram.
         unit: "words" between white space, case ignored, or "tokens" of the policy.
         name: what metrics call it.
     """
@@ -132,7 +132,7 @@ class RepetitionReward:
 
 @dataclass(frozen=True)
 class FormatReward:
-    """1 where the whole completion, white space around it aside, matches a regular expression, else 0.
+    """1 if the whole completion, stripped of white space, matches a regular expression, else 0.
 
     Args:
         pattern: the expression; its dot matches line ends too. None takes the preset's.

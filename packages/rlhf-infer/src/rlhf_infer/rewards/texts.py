@@ -11,7 +11,7 @@ _SHOWN = 40
 
 
 def text_of(text: Text) -> str:
-    """A plain text as it is; of messages what they say, one below the other, without their roles."""
+    """A plain text as it is; of messages their contents, joined by line breaks, without roles."""
     if isinstance(text, str):
         return text
     return "\n".join(_content(message.get("content")) for message in text)

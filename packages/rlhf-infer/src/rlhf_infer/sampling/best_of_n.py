@@ -29,8 +29,8 @@ class BestOfNSampler:
 
     Args:
         engine: samples.
-        scorer: reward functions, or one, or several with weight 1 each; None leaves scores out, which goes
-            with a majority, and with n 1.
+        scorer: reward functions, or one, or several with weight 1 each; None for no scores, with selection
+            "majority" or "none", or n of 1.
         tokenizer: the policy's tokenizer; it encodes prompts as training does, messages through its chat
             template, and decodes completions without special tokens.
         n: samples of a prompt; with a stopping rule the most of one (its `max_samples` does not count here),

@@ -142,7 +142,7 @@ class _AveragedEngine(TransformersEngine):
     ) -> None:
         self._models, self._weights = list(models), weights
         _check_models(self._models)
-        # The engine refuses what does not fit its model's context: that shall be the shortest.
+        # The engine refuses what does not fit the context of its model: it gets the model with the shortest.
         shortest = min(models, key=lambda model: context_length(causal_lm(model)) or math.inf)
         super().__init__(shortest, tokenizer, **options)
         if any(TransformersEngine(m, tokenizer).eos_token_ids != self.eos_token_ids for m in models):

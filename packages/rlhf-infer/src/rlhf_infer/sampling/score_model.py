@@ -10,9 +10,9 @@ from typing import Any
 from rlhf_data import invalid_value
 
 _SAME_SCORE = 1e-4
-"""Difference of two scores, relative where they are large, that counts as none: batches move last bits."""
+"""Two scores closer than this (relative to scores above 1) are equal: batching changes their last bits."""
 _SAME_LOGP = 1e-3
-"""Difference in nats of two completions' log-probs that counts as none."""
+"""Two log-probs of completions, in nats, that are closer than this are equal."""
 _MOST_PRIOR = 100
 """Samples that a variance common to all prompts counts for."""
 _EULER = 0.5772156649015329
@@ -86,10 +86,10 @@ class Predictive:
 
     Args:
         best: the highest score so far.
-        unseen: probability of a score that was not there yet.
-        mean: where new scores lie.
-        std: how far they spread, > 0, or infinite if nothing is known about it.
-        dof: >= 1.
+        unseen: probability of a score that was not seen yet.
+        mean: location of new scores.
+        std: scale of new scores, > 0, or infinite if nothing is known about it.
+        dof: degrees of freedom, >= 1.
     """
 
     best: float

@@ -17,7 +17,7 @@ from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
 
 @dataclass(frozen=True)
 class SearchRules:
-    """State shared by the searches for several prompts.
+    """Settings shared by the searches for several prompts.
 
     Args:
         n: samples of a prompt; with `stopping` the most of one (its own `max_samples` does not count).
@@ -100,7 +100,7 @@ class BestOfNSearch:
         self._score_repeats()
 
     def unscored(self) -> list[Candidate]:
-        """The distinct completions that have not been scored, or tried to."""
+        """The distinct completions that have not been given to `give_scores` yet."""
         return [self.candidates[place] for place in self._first.values() if place not in self._given]
 
     def completion(self, candidate: Candidate) -> Text:
