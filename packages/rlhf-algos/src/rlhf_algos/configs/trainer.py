@@ -21,7 +21,7 @@ class OptimizerConfig(BaseConfig):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Decay of the learning rate after the warm-up: none, or to zero linearly or as a half cosine."""
     warmup_steps: float = Field(default=0, ge=0)
-    """Optimizer steps of the learning rate's rise from zero; below 1, a fraction of all steps."""
+    """Steps of the learning rate's linear rise from zero; below 1, a fraction of all steps."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; biases and norms have none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -48,11 +48,11 @@ class StepsConfig(BaseConfig):
     num_train_epochs: float = Field(default=3.0, gt=0)
     """Passes over the training examples; a fraction ends inside an epoch."""
     max_steps: int = Field(default=-1, ge=-1)
-    """Optimizer steps; above 0 it replaces `num_train_epochs`."""
+    """Steps: optimizer steps, for online methods rollouts; above 0 it replaces `num_train_epochs`."""
     shuffle: bool = True
     """Shuffle the examples in each epoch; false keeps their order."""
     seed: int = Field(default=42, ge=0, lt=1 << 63)
-    """Seed of the data order and of dropout."""
+    """Seed of everything random: data order, dropout, new weights, sampling."""
     dataloader_num_workers: int = Field(default=1, ge=0)
     """Threads of each process that read and tokenise streamed rows ahead of the step; 0 reads them in it."""
     eval_steps: int | None = Field(default=None, ge=1)
@@ -97,7 +97,7 @@ class HardwareConfig(BaseConfig):
     """On a GPU: kernels that give the same bits every time, so that a resumed run repeats one that was not
     stopped; slower. On a CPU it is always so."""
     torch_compile: bool = False
-    """Compile the model's layers with torch.compile; pays off on GPUs and in long runs."""
+    """Compile the model's layers with torch.compile; worthwhile on GPUs and in long runs."""
     deepspeed: LocalPath | None = None
     """JSON file of DeepSpeed settings (ZeRO-1, 2 or 3); run under torchrun."""
     fsdp: bool = False
@@ -172,7 +172,7 @@ class CapabilityConfig(BaseConfig):
     """Suites that are measured during training, and how a loss is answered."""
 
     capability_steps: int | None = Field(default=None, ge=1)
-    """Measure capability suites every N steps, and go back where one is shown to have fallen; null: never."""
+    """Measure capability suites every N steps, and roll back if one has fallen significantly; null: never."""
     capability_suites: Strings = ("stories", "sums", "text")
     """Built-in suites, and `NAME=FILE` for your own; see docs/pipelines.md."""
     capability_rows: int = Field(default=200, ge=8)

@@ -1,4 +1,4 @@
-"""What results say about themselves: metrics for the manifest, scores by row for gates, signs of collapse."""
+"""Measures of stages' results: metrics for the manifest, scores by row for gates, signs of collapse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATING = "rating"
 _RESULT = re.compile(r"(?:^|/)results/([a-z_]+-[0-9a-f]{16})(?:/|$)")
 _COLUMNS = ("reward", "held_out_reward", "kl", "length")
 _LEAST, _MOST = 0.5, 2.0
-"""Of its value in the first round, below and above which a measure of texts raises an alarm."""
+"""A measure of texts raises an alarm below or above these multiples of its value in the first round."""
 
 
 def metrics_of(folder: Path) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Scores:
-    """What an evaluation says row by row.
+    """Scores of an evaluation, row by row.
 
     Attributes:
         metrics: the scores of each metric, by row.
-        suites: names of those that are capability suites.
-        unpaired: names of those whose rows no other evaluation has, as ratings of answers given.
-        left_out: ratings of other models.
+        suites: names of the metrics that are capability suites.
+        unpaired: names of the metrics whose rows no other evaluation shares, such as users' ratings.
+        left_out: number of ratings of other models.
     """
 
     metrics: dict[str, dict[str, float]]

@@ -10,7 +10,7 @@ import torch
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 
 _BYTES = 1 << 28
-"""Of one model's distributions at a time, unless one sequence alone has more."""
+"""Maximum size of one model's distributions in a batch, unless a single sequence needs more."""
 
 
 class Divergence(NamedTuple):
@@ -19,7 +19,7 @@ class Divergence(NamedTuple):
     Attributes:
         tokens: how many there are.
         kl: Σ_t KL(π(· | x, y_<t) ‖ π_ref(· | x, y_<t)), exact over the vocabulary.
-        k1: Σ_t log π(y_t) − log π_ref(y_t), whose mean over samples of π is the KL of whole completions.
+        k1: Σ_t log π(y_t) − log π_ref(y_t); its expectation over completions of π is their KL.
         k3: Σ_t r − 1 − log r with r = π_ref(y_t) / π(y_t) (Schulman 2020, "Approximating KL divergence").
         entropy: Σ_t of the policy's entropy.
     """

@@ -22,15 +22,15 @@ _OPENAI = ("https://api.openai.com/v1", "gpt-4.1-mini")
 """Server and model of `openai` unless OPENAI_BASE_URL and OPENAI_MODEL are set."""
 _CHARACTERS_PER_TOKEN = 4
 _ASKED_CHARACTERS = 600
-"""Of the template around a question and two answers."""
+"""Characters of the template around a question and two answers, for estimates of cost."""
 
 
 class Verdicts(NamedTuple):
     """The probability (n,) that the first of two answers is better; NaN where a reply could not be read.
 
     Attributes:
-        ahead: where it was shown first.
-        behind: where it was shown second.
+        ahead: the probability when it was shown first.
+        behind: the probability when it was shown second.
     """
 
     ahead: np.ndarray
@@ -38,13 +38,13 @@ class Verdicts(NamedTuple):
 
 
 class PairJudge:
-    """Something that compares answers; blind, for it is not given the models' names.
+    """Compares two answers to a prompt, without knowing which models wrote them.
 
     Args:
-        line: what names it on a command line, and its verdicts where they are kept.
-        name: what reports call it.
+        line: its name on a command line, and the key under which its verdicts are saved.
+        name: its name in reports.
         compare: gives the verdicts on n prompts, first answers and second answers, texts or messages.
-        has_order: whether the order of the answers can matter to it.
+        has_order: whether the order of the answers can change its verdict.
         judge: a judge behind an API, for its usage; None otherwise.
     """
 
@@ -62,7 +62,7 @@ class PairJudge:
 
     @property
     def is_remote(self) -> bool:
-        """Whether texts leave this machine, or at least this process."""
+        """Whether texts are sent to a server."""
         return self._judge is not None
 
     @property

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 _FIRST_WORDS = 64
-"""Of a completion, so that a model does not seem less diverse for writing more."""
+"""Words of a completion that count, so that a model does not seem less diverse for writing more."""
 _OPENING = 200
 """Characters in which a refusal is looked for; later ones are mostly about something else."""
 _REFUSAL = re.compile(
@@ -20,8 +20,8 @@ _REFUSAL = re.compile(
 def distinct_share(texts: Sequence[str], n: int) -> float:
     """Distinct-n: different n-grams of words over all n-grams, of the first 64 words of each text.
 
-    Li et al. 2016, "A diversity-promoting objective function", https://arxiv.org/abs/1510.03055, section 5;
-    it falls with the number of texts, so that only as many texts each are compared.
+    Li et al. 2016, "A diversity-promoting objective function", https://arxiv.org/abs/1510.03055, section 5.
+    It falls with the number of texts, so compare only equal numbers of texts.
 
     Returns:
         In (0, 1]; NaN where no text has n words.
@@ -31,7 +31,7 @@ def distinct_share(texts: Sequence[str], n: int) -> float:
 
 
 def repeated_share(text: str, n: int = 4) -> float:
-    """The share of a text's n-grams of words that stood in it before: 1 − different / all.
+    """The share of a text's n-grams of words that repeat an earlier one: 1 − distinct / all.
 
     seq-rep-n of Welleck et al. 2020, "Neural text generation with unlikelihood training",
     https://arxiv.org/abs/1908.04319, equation 10.

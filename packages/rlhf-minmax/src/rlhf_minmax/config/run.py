@@ -137,11 +137,11 @@ class GameConfig(BaseConfig):
     break_even_factor: float = Field(default=2.0, gt=0)
     """Safety factor on the break-even weight."""
     break_even_share: float = Field(default=0.99, ge=0, le=1)
-    """Share of the probe stories on which the truth is to pay with truthful critiques: a weight that w_judge
-    null gives is raised for it, at most to twice its size."""
+    """Share of the probe stories on which the truthful answer is to score higher, given truthful critiques;
+    if w_judge is null, its weight is raised until it does, at most to twice its size."""
     adversary_weight: float = Field(default=1.0, ge=-1)
     """Factor on the judge's term in the monitor's reward: 1 plays the game, 0 trains the monitor on the truth
-    alone, -1 pays it what the policy is paid, as a cooperative critic."""
+    alone, -1 gives it the policy's judge term, as a cooperative critic."""
     monitor_stories: Literal["labelled", "all"] = "labelled"
     """Stories whose answers the monitor learns on where some lack a label: as many labelled ones per step, or
     the policy's, where a false verdict on an unlabelled one costs nothing."""
