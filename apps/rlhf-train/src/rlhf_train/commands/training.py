@@ -149,7 +149,6 @@ def _work(
             from rlhf_algos import plan_machine, plan_training
 
             machine = plan_machine(options["processes"] or processes_of(config), options["gpu"])
-
             plan = plan_training(method, config, machine)
             display.show_plan({**plan, "rows": [*plan["rows"], ("output folder", str(run.path))]})
             return

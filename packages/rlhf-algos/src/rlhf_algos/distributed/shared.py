@@ -123,17 +123,17 @@ class SharedController:
         """Run a function in the first process; its result is returned, a `UserError` raised, in all."""
         import torch.distributed as dist
 
-        told: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # the result, and the error
         if is_main_process():
             try:
-                told[0] = function()
+                outcome[0] = function()
             except UserError as error:
-                told[1] = (str(error), error.code, error.fields)
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        if told[1] is not None:
-            message, code, fields = told[1]
+                outcome[1] = (str(error), error.code, error.fields)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            message, code, fields = outcome[1]
             raise UserError(message, code=code, **fields)
-        return told[0]
+        return outcome[0]
 
     def _dealt(self, own: Sequence[T]) -> list[tuple[int, T]]:
         """The prompts of all processes in their order, each with the process that has it."""

@@ -54,7 +54,7 @@ _LOG = logging.getLogger(__name__)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 PREFLIGHT = "preflight.json"
 _HOLDS_MODELS = ("model:", "constitutional:", "judge:path=")
-"""Lines that name models along with other things."""
+"""Beginnings of reward lines whose options name models."""
 
 
 def check_parts(config: JobConfig) -> None:
@@ -132,7 +132,7 @@ def _check_model(name: str) -> None:
 
 
 def load_rewards(config: OnlineJobConfig) -> RewardFunctions | None:
-    """The rewards of a job, None where reward workers load them; all are looked at before the first model."""
+    """The rewards of a job, None if reward workers load them; all are checked before a model is loaded."""
     check_parts(config)
     if (workers := samplers(config)) and workers.reward_workers:
         return None
@@ -158,9 +158,9 @@ def online_parts(
 def worker_parts(
     config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions | None
 ) -> dict[str, Any]:
-    """An engine over workers on a Ray cluster, and the rewards, of reward workers where those load them.
+    """An engine over workers on a Ray cluster, and the rewards, or reward workers if they load the rewards.
 
-    What happens to workers is written to `workers.jsonl`.
+    Events of workers are written to `workers.jsonl`.
     """
     from rlhf_algos.distributed.controller import Controller
     from rlhf_algos.distributed.ledger import FILE
@@ -206,7 +206,7 @@ def _value_model(config: PPOConfig, model: Any, tokenizer: Any) -> ValueModel | 
 
 
 def tell_findings(trainer: OnlineTrainer, run: RunFolder) -> None:
-    """Sample the first prompts, say what would make the run a dead one, and keep it as `preflight.json`."""
+    """Sample the first prompts, warn of what would leave no learning signal, and write `preflight.json`."""
     findings = check_first_rollout(trainer)
     if not trainer.parallel.is_main:
         return
@@ -219,9 +219,11 @@ def tell_findings(trainer: OnlineTrainer, run: RunFolder) -> None:
 def vllm_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder) -> GenerationEngine:
     """An engine in this process, or on a server that is named or started now.
 
-    It computes in the precision of the training, so that the log-probs of both are alike.
+    It computes in the precision of the training, so that both compute similar log-probs.  The start model is
+    written into the folder of the run if vLLM cannot read it elsewhere.
 
-    The start model is written into the folder of the run where vLLM can read it nowhere else.
+    Raises:
+        UserError: the server's log-probs cannot be compared with the trainer's, as the correction needs.
     """
     settings = _settings(config, model)
     if config.vllm_mode == "colocate":

@@ -52,13 +52,13 @@ class Job:
         return METHODS[self.name]
 
     def check_inputs(self) -> None:
-        """Refuse models, rows and rewards that are others on another machine; every process must call it.
+        """Refuse models, rows and rewards that differ between machines; every process must call it.
 
-        What reward workers load is left out: the training processes need not see it, and the workers' files
-        are compared with each other.
+        What reward workers load is not compared: the training processes need not see it, and the workers
+        compare their files with each other.
 
         Raises:
-            UserError: processes see different ones, or some see none.
+            UserError: an input differs between processes, or is missing for some.
         """
         config = self.config
         named: list[Any] = [config.model_name_or_path, config.train_data, config.eval_data]
@@ -82,9 +82,9 @@ class TrainingJob(Job):
     progress: bool | None = False
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
-        """Train, or train on from the newest checkpoint, and write everything; the results.
+        """Train, or continue from the newest checkpoint, write all outputs and return the results.
 
-        A finished run is extended where the settings have more steps than it had.  The schedule of the
+        A finished run is extended if the settings have more steps than it had.  The schedule of the
         learning rate is that of the new length, so a decaying one rises again to where it would have been.
 
         Raises:
@@ -127,7 +127,7 @@ class TrainingJob(Job):
         return results
 
     def prepare(self) -> tuple[BaseTrainer[Any], Rows]:
-        """Read the data, load the model, make the trainer; the settings are written when all of it fits.
+        """Read the data, load the model, make the trainer; the settings are written once all is accepted.
 
         Raises:
             UserError: data, model or settings cannot be used.
@@ -194,7 +194,7 @@ class TrainingJob(Job):
         return results
 
     def _before(self, trainer: BaseTrainer[Any]) -> dict[str, float] | None:
-        """Held-out metrics of the start model; of a resumed run those that were measured then."""
+        """Held-out metrics of the start model; for a resumed run, those measured at its start."""
         path = self.run.path / _BEFORE
         if not len(trainer.eval_examples):
             return None
@@ -208,7 +208,7 @@ class TrainingJob(Job):
         return before
 
     def _after(self, trainer: BaseTrainer[Any], last: dict[str, float]) -> dict[str, float] | None:
-        """Held-out metrics of the trained model: those of the last step, unless other weights were taken."""
+        """Held-out metrics of the trained model: those of the last step, unless the best ones were loaded."""
         if not len(trainer.eval_examples):
             return None
         measured = {key: value for key, value in last.items() if key.startswith("eval_")}
@@ -236,9 +236,12 @@ def _dtype_name(model: Any) -> str:
 
 
 def with_rows_per_step(run: RunFolder, config: JobConfig) -> JobConfig:
-    """The settings with as many rows per process that a step has the rows it had on other processes.
+    """The settings with a per-process batch size that keeps a step's rows with another number of processes.
 
     The rows of an online method are completions: those of an optimizer step.
+
+    Raises:
+        UserError: the processes cannot share the rows equally.
     """
     latest = run.latest_checkpoint()
     rows = CheckpointManager.read_state(latest).get("rows_per_step") if latest else None
@@ -292,7 +295,7 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
 def _hold_weights(
     trainer: BaseTrainer[Any], config: JobConfig, tokenizer: Any, max_length: int | None
 ) -> None:
-    """Give a trainer, at its start, the penalty that its settings ask for."""
+    """Set up elastic weight consolidation for a trainer, if its settings have it."""
     if not (isinstance(config, ConsolidationConfig) and config.ewc_strength):
         return
     scorer = trainer.scorer if trainer.parallel.fsdp else None
@@ -310,11 +313,9 @@ def _hold_weights(
 
 
 def sample_stage(trainer: LanguageModelTrainer[Any], stage: Literal["start", "end"]) -> None:
-    """Keep what the model answers to a few prompts; with the answers of the end write `samples.html` of both.
+    """Write the model's completions of a few prompts; at the end also `samples.html` of both stages.
 
-    Every process must call it.
-
-    The samples of the start are written once, whatever is resumed.
+    Every process must call it.  The samples of the start are written only once, even if a run is resumed.
     """
     run, main = trainer.run, trainer.parallel.is_main
     assert run is not None

@@ -1,4 +1,4 @@
-"""What a gate compares its candidate with as `previous`: the model that has the role, as it was measured."""
+"""The evaluations that a gate compares its candidate with as `previous`: those of the role's holder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlhf_algos.pipeline.kinds import SETTINGS
 from rlhf_algos.pipeline.results import HUB, Artefact, Current, ResultStore
 
 _ABOVE_RESULT = re.compile(r'[^"]*/results/(?=[a-z_]+-[0-9a-f]{16})')
-"""Where the pipeline's folder lay, in the settings of a result."""
+"""Path of the pipeline's folder, as it stands in the settings of a result."""
 
 
 @dataclass(frozen=True)
 class Former:
-    """Evaluations of what has a role.
+    """Evaluations that a gate compares with: those of the role's holder, if they are comparable.
 
     Attributes:
         measured: The reports.
-        note: Why they are not those of the model that has the role; None where they are.
+        note: Why they are not those of the role's holder; None if they are.
     """
 
     measured: tuple[Artefact, ...] = ()
@@ -46,16 +46,17 @@ class Former:
 
 @dataclass(frozen=True)
 class Asked:
-    """A gate that asks what has the role.
+    """A gate whose `previous` is looked up.
 
     Attributes:
         gate: Its name.
         role: The role that it promotes to.
-        candidate: What it judges.
+        candidate: The model that it judges.
         measured: The candidate's reports.
         above: Names of the stages above it.
-        instead: What it compares with where what has the role was not measured as the candidate was.
-        of: What its verdict depends on besides: its address, if it compared with `instead`.
+        instead: What it compares with, in words, if the role's holder was not measured as the candidate was.
+        of: What else its verdict depends on: the address that it would have if it compared with `instead`,
+            and `on_inconclusive`.
     """
 
     gate: str
@@ -68,16 +69,17 @@ class Asked:
 
 
 def former_of(store: ResultStore, asked: Asked, by_stages: Former) -> Former:
-    """What a gate compares with.
+    """The evaluations that a gate compares with.
 
-    What it compared with in its last judgement, if what it is made of is the same, so that a second run
-    does nothing. Else what has the role now; where that is the gate's own candidate, what had the role
+    If the gate's inputs have not changed, they are those of its last judgement, so that a second run does
+    nothing. Else they are those of the role's present holder or, if this gate promoted it, of the holder
     before.
 
     Args:
         store: The folder of the pipeline.
         asked: The gate.
-        by_stages: What has the role by the stages above the gate, as if the pipeline ran for the first time.
+        by_stages: Those of the holder by the stages above the gate, as if the pipeline ran for the first
+            time; they are taken if the present holder's cannot be compared.
     """
     known = store.judged.get(asked.gate)
     if known is not None and known["of"] == asked.of and known.get("role", asked.role) == asked.role:
@@ -102,7 +104,7 @@ def former_of(store: ResultStore, asked: Asked, by_stages: Former) -> Former:
 
 
 def _holder(store: ResultStore, asked: Asked) -> Current | None:
-    """What has the role, apart from the candidate itself if it got it by this gate."""
+    """The last holder of the role, leaving out the candidate itself if this gate promoted it."""
     for each in reversed(store.holders.get(asked.role, [])):
         if each.artefact != asked.candidate or each.stage in asked.above:
             return each
@@ -110,7 +112,7 @@ def _holder(store: ResultStore, asked: Asked) -> Current | None:
 
 
 def _as_it_is(store: ResultStore, reports: Sequence[Artefact]) -> tuple[Artefact, ...]:
-    """Reports with the digests that those from outside have now."""
+    """The reports; those from outside the pipeline get their present digests."""
     return tuple(
         store.outside(each.path) if each.address == HUB or os.path.isabs(each.path) else each
         for each in reports
@@ -118,7 +120,7 @@ def _as_it_is(store: ResultStore, reports: Sequence[Artefact]) -> tuple[Artefact
 
 
 def _not_comparable(store: ResultStore, ours: Sequence[Artefact], theirs: Sequence[Artefact]) -> str | None:
-    """Why reports cannot be compared, as far as that is known: one is gone, or other things were measured."""
+    """Why reports cannot be compared, if that is known: one is gone, or rows or settings differ."""
     if any(not os.path.exists(store.path(each)) for each in theirs):
         return "its report is gone"
     of_ours, of_theirs = _measurements(store, ours), _measurements(store, theirs)

@@ -25,9 +25,9 @@ LOG = "log.txt"
 """Log of the output of a stage's processes."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 OnEvent = Callable[[str, str, str], Any]
-"""Told what happens: the event, the stage, and a few words."""
+"""Called with an event, the name of its stage, and details in words."""
 Launch = Callable[[Stage, dict[str, Any], Path], int]
-"""Runs the process of a stage with these settings in its folder; its exit code."""
+"""Runs the process of a stage with these settings in its folder; returns its exit code."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Planned:
     Attributes:
         stage: The stage.
         settings: Its settings with paths.
-        address: Of its result.
-        upstream: Addresses of what its references lead to, by reference.
-        judged: Of a gate that compares with what has the role, what it compares with.
+        address: Address of its result.
+        upstream: Addresses of the results that it refers to, by reference.
+        judged: For a gate that compares with `previous`, the evaluations that it compares with.
     """
 
     stage: Stage
@@ -52,14 +52,14 @@ class Planned:
 def execute(
     planned: Planned, store: ResultStore, launch: Launch, on_event: OnEvent, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run a stage's process, as often as it may be tried again; its result.
+    """Run a stage's process, with retries, and return its result.
 
     Args:
         planned: The stage.
         store: The folder of the pipeline.
         launch: Runs the process.
-        on_event: Told what happens.
-        entry: What the manifest says of the stage; a failure is added.
+        on_event: Called with each event.
+        entry: The stage's entry in the manifest; a failure is added.
     """
     stage = planned.stage
     folder = store.folder(stage.kind, planned.address)

@@ -75,14 +75,14 @@ class ResultStore:
 
     Attributes:
         root: The folder.
-        entries: What the manifest says of stages.
-        current: What has each role as of the stage that is looked at, which references resolve to.
+        entries: The manifest's entries of stages.
+        current: Holder of each role at the current stage of the run, to which references resolve.
         holders: Models promoted to each role and not withdrawn, oldest first; the last holds the role. A run
             that makes no decision leaves them unchanged.
-        promotions: Of each stage the last promotion: `of`, a hash of what it promoted and why, and
-            `artefact`, the address of what it promoted.
-        judged: Of each gate that compares with what has the role its last judgement: `of`, what that depends
-            on besides, and what it compared with, see `Former`.
+        promotions: The last promotion of each stage: `of`, a hash of what it promoted and why; `artefact`,
+            the address of what it promoted; and `role`.
+        judged: The last judgement of each gate that compares with `previous`: `of` and `role`, see `Asked`,
+            and what it compared with, see `Former`.
     """
 
     root: Path
@@ -111,7 +111,11 @@ class ResultStore:
         return self.root / "results" / f"{kind}-{address[:16]}"
 
     def read(self, kind: str, address: str) -> dict[str, Any] | None:
-        """What a finished result's `stage.json` says; None if it is unfinished or a file changed."""
+        """Content of a finished result's `stage.json`; None if it is unfinished or a file was changed.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         folder = self.folder(kind, address)
         try:
             found = json.loads((folder / STAGE).read_text(encoding="utf-8"))
@@ -130,7 +134,7 @@ class ResultStore:
         return found if whole else None
 
     def begin(self, model: Artefact | None) -> None:
-        """Forget what a run found, and read who has which role; `model` is the policy at the start."""
+        """Start a run: clear its entries and read the roles' holders; `model` is the policy at the start."""
         self.entries.clear()
         self._start = {} if model is None else {"policy": Current(model)}
         self.current = dict(self._start)
@@ -148,13 +152,13 @@ class ResultStore:
 
     @property
     def held(self) -> dict[str, Current]:
-        """What has each role."""
+        """The holder of each role."""
         return self._start | {role: holders[-1] for role, holders in self.holders.items() if holders}
 
     def promote(self, role: str, current: Current, address: str) -> bool:
-        """Give a role to a stage's model, unless that was its last promotion; whether the role moves.
+        """Promote a stage's model to a role, unless that was its last promotion; True if the role moves.
 
-        `address` is that of the stage's result, which says why.
+        `address` is that of the stage's result, with the reasons.
         """
         assert current.stage is not None
         why = json_hash([current.artefact.address, address])
@@ -170,10 +174,10 @@ class ResultStore:
         return True
 
     def withdraw(self, role: str, current: Current) -> bool:
-        """Take a role from a model that a stage gave it to and now rejects; whether it had it.
+        """Withdraw a stage's promotion of a model that it now rejects; True if the model held the role.
 
-        The role goes to the model that had it before, was not rejected since and is still there, or to the
-        one at the start.
+        The role goes back to the holder before it that was not rejected since and still exists, or to the
+        model at the start.
         """
         holders = self.holders.get(role, [])
         had = bool(holders) and _same_promotion(holders[-1], current)
@@ -199,7 +203,7 @@ class ResultStore:
         return artefact.address == HUB or os.path.exists(self.path(artefact))
 
     def set_aside(self, folder: Path, address: str) -> Path | None:
-        """Rename a folder whose stage would take what lies there for its own work.
+        """Rename a folder whose stage would mistake its content for its own work.
 
         None if there is no folder, or if the history says that the stage began and has not finished: then it
         continues in the folder.
@@ -213,7 +217,7 @@ class ResultStore:
         return aside
 
     def _last_event(self, address: str) -> str | None:
-        """What happened last, as the history has it, with the result of an address."""
+        """The last event in the history of the result with an address."""
         rows = RunFolder(self.root).read_lines(HISTORY)
         return next((row["event"] for row in reversed(rows) if row.get("address") == address), None)
 
