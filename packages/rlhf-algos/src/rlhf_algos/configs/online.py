@@ -206,7 +206,7 @@ class GRPOConfig(OnlineConfig):
     delta: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio whatever the advantage's sign; null for none."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = "dapo"
-    """What tokens count: 1 / length (grpo, sapo), the same (dapo, bnpo, cispo), or 1 / max_completion_length
+    """Weight of a token: 1 / length (grpo, sapo), equal (dapo, bnpo, cispo), or 1 / max_completion_length
     (dr_grpo); cispo bounds the weight of a token and not its gradient, sapo bounds the ratio softly."""
     sapo_temperature_pos: float = Field(default=1.0, gt=0)
     """How fast sapo's bound closes on a ratio that moves away from 1, where the advantage is positive."""

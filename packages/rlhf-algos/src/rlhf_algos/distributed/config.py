@@ -19,10 +19,10 @@ WORKERS = "workers.jsonl"
 """File of a run: what happened to workers, and who sampled each step with which weights."""
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Called with the name of an event and what is known of it."""
+"""Called with the name of an event and its details."""
 
 _ANSWERS_WITHIN = 10.0
-"""Seconds."""
+"""Seconds within which a cluster must accept a connection."""
 
 
 class ClusterConfig(BaseConfig):
@@ -35,14 +35,14 @@ class ClusterConfig(BaseConfig):
     """Training processes on the cluster, which Ray Train starts as torchrun would; 0 trains in the process of
     the command."""
     min_trainer_workers: int | None = Field(default=None, ge=1)
-    """Start and go on with this many processes where the cluster has no room for more; null waits for all."""
+    """Fewest processes to start or continue with if the cluster has no room for more; null waits for all."""
     cpus_per_trainer: int = Field(default=1, ge=1)
     """CPUs that a training process reserves, and threads that it computes with."""
     gpus_per_trainer: int = Field(default=0, ge=0, le=1)
     """1 gives every training process a GPU; 0 trains on CPUs."""
     max_trainer_failures: int = Field(default=3, ge=0)
-    """Losses of training processes after which the others go on from the last checkpoint, with a new one in
-    its place; one more ends the run."""
+    """Maximum number of losses of training processes, after each of which all continue from the last
+    checkpoint; one more ends the run."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Workers on few machines or on many; STRICT insists."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
@@ -99,15 +99,15 @@ class DistributedConfig(ClusterConfig):
     gpus_per_reward_worker: float = Field(default=0.0, ge=0)
     """GPUs that a reward worker reserves; 0 scores on CPUs."""
     on_worker_loss: Literal["restart", "shrink", "stop"] = "restart"
-    """Replace a worker that is lost, go on with the others, or end the run."""
+    """If a worker is lost: replace it, continue with the others, or end the run."""
     group_timeout: float = Field(default=600.0, gt=0)
     """Seconds that a worker may take to sample or score a batch; then it counts as hung, and is killed."""
     max_worker_failures: int = Field(default=8, ge=0)
-    """Losses within a step, for each worker that there is, after which one more ends the run; a machine that
-    goes takes all of its workers, and those that are started there before Ray knows."""
+    """Losses within a step that are allowed for each worker there is; one more in all ends the run.  The loss
+    of a machine counts all of its workers, and those started there before Ray notices."""
     max_group_failures: int = Field(default=2, ge=0)
-    """Errors while sampling a batch of prompts after which it is tried again; one more ends the run.
-    An error of a reward function ends the run at once."""
+    """Errors in sampling a batch of prompts after which it is tried again; one more ends the run.  An error
+    of a reward function ends the run at once."""
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ class AnswerCheck:
         self._alone = bool(specs) and len(specs) == len(config.reward)
 
     def file(self, path: str, *, subset_size: int | None = None) -> list[str]:
-        """What is wrong with the rows of a file that are left out for it; rows bad otherwise are passed over.
+        """Messages about the rows of a file whose answers cannot be used; other bad rows are passed over.
 
         At most `subset_size` rows are checked.
 

@@ -190,7 +190,7 @@ def _is_chat(record: Any) -> bool:
 
 
 def conversion(config: JobConfig, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
-    """What turns transcripts and instructions into chat messages, where the job's settings want that.
+    """The function that turns transcripts and instructions into chat messages, if the settings ask for it.
 
     Returns:
         `as_messages`; None if nothing is converted.

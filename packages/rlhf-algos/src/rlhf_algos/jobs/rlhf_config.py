@@ -15,7 +15,7 @@ Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """The stages of traditional RLHF, in their order."""
 _FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
-"""What each stage's rows are called in a folder of data."""
+"""File name of each stage's rows in a folder of data."""
 _DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
 
 

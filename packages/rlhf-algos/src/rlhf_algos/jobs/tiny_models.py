@@ -130,10 +130,13 @@ def demo_folder(records: Sequence[Any], *, seed: int, separator: str, positions:
 
 
 def demonstrations(records: Sequence[Any], *, good_only: bool, separator: str = "\n") -> list[Any]:
-    """What the records show of writing, as records of supervised fine-tuning.
+    """The completions in the records, as records of supervised fine-tuning.
 
-    `good_only` leaves out what is rejected, labelled as bad, or has a wrong step; all of it counts where
-    nothing is good. `separator` follows the steps of a solution.
+    Args:
+        records: of any kind.
+        good_only: leave out completions that are rejected, labelled as bad, or have a wrong step; if none
+            is good, all are taken.
+        separator: text that follows each step of a solution.
     """
     every = [pair for record in records for pair in _shown(record, separator)]
     good = [record for is_good, record in every if is_good]

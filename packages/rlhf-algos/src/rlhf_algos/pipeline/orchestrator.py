@@ -24,7 +24,7 @@ Data = str | Path | Sequence[Mapping[str, Any]]
 
 
 class TrainingStage(StrEnum):
-    """What a stage is for."""
+    """Purpose of a stage."""
 
     INIT = "init"
     SFT = "sft"
@@ -38,7 +38,7 @@ class TrainingStage(StrEnum):
 
     @classmethod
     def of(cls, kind: str) -> TrainingStage:
-        """That of a kind of the pipeline's stages."""
+        """The purpose of stages of a kind."""
         known = {"data": cls.INIT, "merge": cls.MERGING, "minmax": cls.POLICY, "serve": cls.INFERENCE}
         known |= dict.fromkeys(("evaluate", "capability", "lm_eval", "gate"), cls.EVALUATION)
         known |= dict.fromkeys(("generate", "refine", "score", "filter"), cls.SELF_IMPROVEMENT)
@@ -47,15 +47,15 @@ class TrainingStage(StrEnum):
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage left.
+    """Result of a stage.
 
     Attributes:
-        name: The stage.
-        stage: What it was for.
+        name: Name of the stage.
+        stage: Its purpose.
         folder: Its folder.
-        model: The model that it trained, merged or judged; None of others.
-        metrics: Numbers about it: of a training `before` and `after`.
-        accepted: Whether its model was promoted; True where nothing was asked.
+        model: The model that it trained, merged or judged; None for other stages.
+        metrics: Its metrics; of a training, `before` and `after`.
+        accepted: Whether its model was promoted; True if there was no test.
     """
 
     name: str

@@ -15,7 +15,7 @@ from rlhf_data import UserError, atomic_write_json
 _REFERENCE = re.compile(r"\$\{([a-z][a-z0-9_-]*)(?:\.([a-z][a-z0-9_]*))?\}")
 _LOOSE = re.compile(r"\$\{[^}]*\}?")
 _PIECES = re.compile(r"[,=:]")
-"""What separates paths from the rest in the line of a reward."""
+"""Characters between a path and the rest of a reward's line."""
 _CHUNK = 1 << 22
 
 

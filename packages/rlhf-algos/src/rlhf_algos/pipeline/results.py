@@ -37,7 +37,7 @@ class Artefact:
 
     Attributes:
         path: Relative to the pipeline's folder, or absolute, or a name on the hub.
-        address: Of the result that holds it, or the digest of a path from outside; `hub` for a name.
+        address: Address of the result that holds it, or the digest of a path from outside; `hub` for a name.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Current:
-    """What has a role.
+    """Holder of a role.
 
     Attributes:
         artefact: The model.

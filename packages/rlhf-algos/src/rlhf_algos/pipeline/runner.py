@@ -272,7 +272,11 @@ class Pipeline:
         return Artefact(self.store.relative(path), planned.address)
 
     def _artefact(self, reference: Reference) -> Artefact:
-        """What a reference leads to."""
+        """The artefact that a reference names.
+
+        Raises:
+            UserError: it does not exist, or is not known yet.
+        """
         if reference.stage == "current":
             role = reference.output or ""
             if role in self._undecided or role not in self.store.current:
@@ -307,9 +311,9 @@ class Pipeline:
     def _former(
         self, stage: Stage, address_of: Callable[[Former], str]
     ) -> tuple[dict[str, Any] | None, Former]:
-        """What a gate compares its candidate with as `previous`, and what is kept of that with its verdict.
+        """The evaluations that a gate compares with as `previous`; first, what the store keeps of them.
 
-        Nothing where no condition compares with it.
+        None and an empty `Former` if no condition compares with `previous`.
         """
         if all(gate.against != "previous" for gate in stage.gates):
             return None, Former()
@@ -332,7 +336,7 @@ class Pipeline:
         return {"of": asked.of, "role": role, **former.to_dict()}, former
 
     def _artefacts(self, value: Any) -> tuple[Artefact, ...]:
-        """What a setting, one text or several, leads to: results, or paths from outside."""
+        """The artefacts that a setting, one text or several, names: results, or paths from outside."""
         texts = value if isinstance(value, list | tuple) else [value] if value else []
         found = []
         for text in texts:

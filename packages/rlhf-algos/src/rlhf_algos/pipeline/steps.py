@@ -245,7 +245,7 @@ def _unscored(path: str, what: str) -> UserError:
 
 
 def _column(row: Mapping[str, Any], name: str, path: str) -> Text:
-    """What a column holds, in the form of the prompt; messages that repeat the prompt without it."""
+    """A column's completion, as text or messages like the prompt; messages that repeat it lose it."""
     prompt, value = row["prompt"], row.get(name)
     if isinstance(value, str):
         return as_completion(prompt, value)
