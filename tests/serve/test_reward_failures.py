@@ -213,7 +213,7 @@ def test_what_nothing_could_score_comes_last_and_nothing_at_all_is_a_bad_gateway
         told = json.dumps(answer)
         assert status == 502 and "reward_failed" in told and "server_error" in told, told
         assert "some" not in told and "None" not in told
-    assert "all say None" in server.log.read_text()
+    assert "all returned None" in server.log.read_text()
     server.stop()
 
 

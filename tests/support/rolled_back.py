@@ -12,6 +12,7 @@ class RolledBack(CapabilityGuard):
 
     def __init__(self, trainer: Any, *, at: int, to: int) -> None:
         self._trainer, self._config, self._event = trainer, trainer.config, (at, to)
+        self._run, self._checkpoints = trainer.run, trainer.checkpoints
         self.rollbacks = 0
         self.lost = self.saves = False
 

@@ -139,7 +139,7 @@ def test_functions_that_say_nothing() -> None:
     nan = float("nan")
     found = check(["ee", "ee"], scores([0.0, 1.0, 1.0, 0.0], [nan] * 4, [nan, 0.5, 0.5, nan]))
     assert brief(found) == [("warning", "never_applicable"), ("warning", "constant_reward")]
-    assert "reward function f1 said None of all 4" in found[0].text
+    assert "reward function f1 returned None for all 4" in found[0].text
     assert "reward function f2 gave 0.5 to all 2" in found[1].text
     assert check(["ee", "ee"], scores([0.0, 1.0, 1.0, 0.0], [nan, 1.0, 2.0, nan])) == []
 

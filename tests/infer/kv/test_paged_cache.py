@@ -89,7 +89,26 @@ def test_what_does_not_go_together_is_refused() -> None:
     cache.append(sequence, [1], keys_and_values([], [1]))
     with pytest.raises(ValueError, match=r"layers \[0\], expected \[0, 1\]"):
         cache.append(sequence, [2], {0: keys_and_values([1], [2])[0]})
+    with pytest.raises(ValueError, match=r"layers \[0, 1, 2\], expected \[0, 1\]"):
+        cache.append(sequence, [2], keys_and_values([1], [2]) | {2: keys_and_values([1], [2])[0]})
     assert cache.tokens(sequence) == [1]
+
+
+def test_what_cannot_be_brought_back_holds_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PagedKVCache(4, 2)
+    sequence = cache.start([])
+    cache.append(sequence, [1, 2, 3], keys_and_values([], [1, 2, 3]))
+    swapped = cache.swap_out(sequence)
+    cache.append(cache.start([]), [7] * 4, keys_and_values([], [7] * 4))
+    before = cache.free_blocks
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(cache, "_write", no_memory)
+        cache.swap_in(swapped)
+    assert cache.free_blocks == before
 
 
 def test_what_could_not_be_written_is_not_found() -> None:

@@ -127,14 +127,14 @@ def _write(
         "seed": seed,
     }
     results = finite(results | found.results)
-    told = [*sentences(results), *subset_sentences(results["by"])]
-    results["findings"] = [each._asdict() for each in told]
+    findings = [*sentences(results), *subset_sentences(results["by"])]
+    results["findings"] = [each._asdict() for each in findings]
     samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
     atomic_write_lines(folder / "samples.jsonl", samples)
     write_findings(folder / "findings.jsonl", read, found)
     write_pairs(folder / "pairs.parquet", spool, read, found, near)
     atomic_write_json(folder / "exploration.json", results)
-    page = exploration_page(results, told, samples, title=", ".join(about["sets"]))
+    page = exploration_page(results, findings, samples, title=", ".join(about["sets"]))
     atomic_write_text(folder / "report.html", page)
     if can_draw():
         draw_figures(results, folder)

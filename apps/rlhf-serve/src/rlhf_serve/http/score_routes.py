@@ -111,7 +111,7 @@ async def _scores(
             scoring.check_columns(batch.columns)
             found = await scoring.score(batch.prompts, batch.completions, batch.columns, fill_in=fill_in)
             if all(total is None for total in found.total):
-                message = f"no reward function is applicable, all say None ({', '.join(found.by_name)})"
+                message = f"no reward function is applicable, all returned None ({', '.join(found.by_name)})"
                 raise scoring.nothing_scored(message) from UserError(message)
             return replace(found, tokens=tokens)
 

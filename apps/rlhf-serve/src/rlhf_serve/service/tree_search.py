@@ -92,7 +92,7 @@ class TreeSearchService:
         known = [value for value in found.total if value is not None]
         if len(known) < len(paths):
             raise invalid_request(
-                "no reward is applicable to a step of the search, all say None; a search needs one that "
+                "no reward is applicable to a step of the search, all returned None; a search needs one that "
                 "scores every step",
                 "search",
             )

@@ -286,8 +286,8 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
     patience, bad = config.early_stopping_patience, state["stopping"]["bad_evaluations"]
     if patience is not None and bad >= patience:
         raise UserError(
-            f"{run.path} stopped early, after {steps} steps, and would at once again; start a new run from "
-            "its final/",
+            f"{run.path} stopped early, after {steps} steps, and would stop again at once; start a new run "
+            "from its final/",
             code="finished_run",
         )
 

@@ -227,8 +227,8 @@ def _functions(scores: RewardScores) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "never_applicable",
-                f"the reward function {name} said None of all {len(row)} sampled completions, so it has no "
-                "part in the reward: check that the data have the columns it reads, or leave it out",
+                f"the reward function {name} returned None for all {len(row)} sampled completions, so it has "
+                "no part in the reward: check that the data have the columns it reads, or leave it out",
             )
         elif len(scores.names) > 1 and len(known) > 1 and not _differs(known[None], True).any():
             yield Finding(

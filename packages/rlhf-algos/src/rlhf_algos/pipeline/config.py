@@ -192,7 +192,7 @@ def check_order(stages: list[Stage]) -> None:
             if reference.stage not in before:
                 known = ", ".join(before) or "none"
                 raise ValueError(
-                    f"stages.{stage.name} refers to {reference}, which is no stage above it: {known}"
+                    f"stages.{stage.name} refers to {reference}, which is not a stage above it: {known}"
                 )
             KINDS[before[reference.stage].kind].path_of(reference)
         if stage.promotes is not None:
@@ -217,7 +217,7 @@ def _with_kinds(stages: Any) -> Any:
     for name, stage in stages.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("current", "round"):
             raise ValueError(
-                f"stages.{name} is no name of a stage; expected a letter, then letters, digits and _, all "
+                f"stages.{name} cannot name a stage; expected a letter, then letters, digits and _, all "
                 "lower case, and neither current nor round"
             )
         if isinstance(stage, dict) and "rounds" in stage:

@@ -42,7 +42,7 @@ def references_in(value: Any) -> list[Reference]:
             match = _REFERENCE.fullmatch(loose)
             if match is None:
                 raise UserError(
-                    f"{loose} is no reference; expected ${{stage.output}}, such as ${{sft.final}}",
+                    f"{loose} is not a reference; expected ${{stage.output}}, such as ${{sft.final}}",
                     code="invalid_reference",
                     reference=loose,
                 )

@@ -213,7 +213,7 @@ def _candidates(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         said = said[0].get("content")
     found = row.get("candidates") or [{"text": said, "score": row.get("score")}]
     if any(not isinstance(each.get("text"), str) for each in found):
-        raise UserError(f"{path}: a row has a completion that is no text", code="missing_value")
+        raise UserError(f"{path}: a row has a completion that is not a text", code="missing_value")
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_infer.kv.block_manager import BlockManager, OutOfBlocks
+from rlhf_infer.kv.block_manager import BlockManager
 
 KeysAndValues = Mapping[int, tuple[Tensor, Tensor]]
 """By layer the keys and values (H_kv, L, D) of L tokens."""
@@ -54,6 +54,7 @@ class PagedKVCache(BlockManager):
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         super().__init__(num_blocks, block_size)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._written: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +66,10 @@ class PagedKVCache(BlockManager):
 
         Raises:
             OutOfBlocks: too few are free; nothing has changed.
-            ValueError: a layer of the first tokens is missing.
+            ValueError: they are not of the layers of the first tokens.
         """
-        if not self._layers.keys() <= layers.keys():
-            raise ValueError(f"keys and values of layers {sorted(layers)}, expected {sorted(self._layers)}")
+        if self._written and self._written != layers.keys():
+            raise ValueError(f"keys and values of layers {sorted(layers)}, expected {sorted(self._written)}")
         if not tokens:
             return
         start = self.length(number)
@@ -78,6 +79,7 @@ class PagedKVCache(BlockManager):
         except BaseException:  # no memory, for instance: what was not written must not be found
             self.forget()
             raise
+        self._written = set(layers)
 
     def _write(
         self, blocks: list[int], start: int, count: int, copy: tuple[int, int] | None, layers: KeysAndValues
@@ -135,7 +137,7 @@ class PagedKVCache(BlockManager):
         }
         try:
             self.append(number, swapped.tokens[held:], rest)
-        except OutOfBlocks:
+        except BaseException:
             self.free(number)
             raise
         return number

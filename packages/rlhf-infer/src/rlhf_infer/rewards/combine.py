@@ -268,7 +268,8 @@ class RewardFunctions:
         if unscored.all() or not self.may_leave_out:
             raise UserError(
                 f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
-                f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data",
+                f"returned None ({', '.join(self.names)}); add one that is, or leave such rows out of "
+                "the data",
                 code="no_applicable_reward",
             )
         known = [i for i, none in enumerate(unscored.tolist()) if not none]

@@ -147,7 +147,7 @@ class BestOfNSearch:
         if self._given and all(score is None for score in self.scores):
             raise UserError(
                 f"no reward function is applicable to any of the {drawn} candidates of the prompt "
-                f"{shown(self.prompt)}, all say None; add one that is, or leave such prompts out",
+                f"{shown(self.prompt)}, all returned None; add one that is, or leave such prompts out",
                 code="no_applicable_reward",
             )
         cost = SamplingCost(

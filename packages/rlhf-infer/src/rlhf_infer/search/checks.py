@@ -34,7 +34,7 @@ def check_search_settings(
     if settings.strategy != "best-of-n" and any(stop in separator for stop in params.stop):
         raise UserError(
             f"the separator of steps {separator!r} contains a stop text, so that the first step "
-            "would end every completion; choose another one of them",
+            "would end every completion; change one of them",
             code="conflicting_options",
         )
     refused = {

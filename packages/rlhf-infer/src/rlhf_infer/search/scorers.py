@@ -187,7 +187,7 @@ class RewardScorer:
             if math.isnan(value):
                 raise UserError(
                     f"no reward function is applicable to {shown(path.text)} after the prompt "
-                    f"{shown(path.prompt)}, all say None; a search needs one that scores every step",
+                    f"{shown(path.prompt)}, all returned None; a search needs one that scores every step",
                     code="no_applicable_reward",
                 )
         sequences = [[*path.prompt_ids, *path.completion_ids] for path in paths]

@@ -70,7 +70,7 @@ def whole_value(parameter: Tensor) -> Tensor:
     """The values of a parameter; of a sharded one all of them, within a `gathering` context.
 
     Raises:
-        ValueError: the parameter is sharded, and this is no such context.
+        ValueError: the parameter is sharded and its values have not been gathered.
     """
     if not is_sharded(parameter):
         return parameter.detach()
