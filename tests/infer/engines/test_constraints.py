@@ -17,7 +17,7 @@ import xgrammar
 from raises import raises_error
 from rlhf_data import UserError
 from rlhf_infer import Constraint, ContinuousBatcher, SamplingParams, TransformersEngine
-from rlhf_infer.engines.constraints import check_schema
+from rlhf_infer.engines.constraints import ConstraintKind, check_schema
 from rlhf_infer.vllm.settings import request_fields
 from rlhf_models import build_tiny_llama
 
@@ -29,6 +29,9 @@ SCHEMAS: list[Any] = [
     {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 3},
     {"type": "object", "properties": {"a": NUMBER, "b": {"type": "boolean"}}, "required": ["a", "b"],
      "additionalProperties": False},
+    {"type": "object", "properties": {"long": {"type": "string", "minLength": 12, "maxLength": 16}},
+     "required": ["long"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "string", "pattern": "^[^x]{6}$"}, "minItems": 2, "maxItems": 2},
     {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"anyOf": [{"const": "x"}, {"type": "null"}]}}},
 ]  # fmt: skip
 
@@ -53,6 +56,20 @@ def test_completions_follow_a_schema(engine: TransformersEngine, schema: Any, te
     params = SamplingParams(200, temperature, top_p=0.9, frequency_penalty=0.5, constraint=constraint)
     for text in texts(engine, params):
         assert jsonschema_rs.is_valid(schema, json.loads(text)), text
+
+
+def test_no_string_of_a_tool_holds_a_control_character(engine: TransformersEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 9}}, "required": ["a"]}
+    tag = {"begin": "<call>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</call>"}
+    tags = {"type": "tags_with_separator", "tags": [tag], "separator": "\n", "at_least_one": True}
+    whole = {"type": "structural_tag", "format": tags}
+    kinds: dict[ConstraintKind, Any] = {"json_schema": schema, "structural_tag": whole}
+    for kind, value in kinds.items():
+        constraint = Constraint(kind, json.dumps(value))
+        text = '{"a": "123456789%s"}' if kind == "json_schema" else '<call>{"a": "123456789%s"}</call>'
+        for extra, allowed in (("é", True), ("\x06", False), ("\t", False), ("\x7f", True)):
+            matcher = xgrammar.GrammarMatcher(engine.compile(constraint))
+            assert matcher.accept_string(text % extra) is allowed, (kind, extra)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: next(iter(schema)))

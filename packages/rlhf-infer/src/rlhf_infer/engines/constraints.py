@@ -29,6 +29,8 @@ _LONGEST_TEXT = 1000
 """Characters of a text that alternatives may begin with: the time grows with more than their square."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text in a grammar."""
+_ANY_CHARACTER, _CHARACTER = r"(([^\"\\\r\n]))", r"(([^\0-\x1f\"\\\r\n]))"
+"""In xgrammar's text: a character of a string with minLength or maxLength as it is, and as JSON has it."""
 _REASON = 200
 """Characters of the compiler's reason that a message shows."""
 
@@ -98,22 +100,26 @@ class Grammars:
         """
         _check_length(constraint)
         with _refusing(constraint):
-            if constraint.kind == "json_schema":
-                return self._compiler.compile_grammar(_schema_grammar(constraint.value))
+            if constraint.kind in _HOLDS_SCHEMAS:
+                return self._compiler.compile_grammar(_HOLDS_SCHEMAS[constraint.kind](constraint.value))
             if constraint.kind == "choice":
                 return self._compiler.compile_grammar(_choice_grammar(json.loads(constraint.value)))
             return getattr(self._compiler, f"compile_{constraint.kind}")(constraint.value)
 
 
-def schema_as_grammar(constraint: Constraint) -> str:
-    """The text of the grammar that a JSON schema is compiled to, for engines that take grammars.
+def schema_as_grammar(constraint: Constraint) -> str | None:
+    """The text of the grammar of a JSON schema or structural tag, for engines that take grammars.
+
+    None for another kind, which engines compile as ours does.
 
     Raises:
         UserError: as of `Grammars` and `Grammars.compile`.
     """
+    if constraint.kind not in _HOLDS_SCHEMAS:
+        return None
     _check_length(constraint)
     with _refusing(constraint):
-        return str(_schema_grammar(constraint.value))
+        return str(_HOLDS_SCHEMAS[constraint.kind](constraint.value))
 
 
 def _xgrammar() -> Any:
@@ -129,7 +135,22 @@ def _xgrammar() -> Any:
 
 def _schema_grammar(schema: str) -> Any:
     check_schema(json.loads(schema))
-    return _xgrammar().Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MOST_BLANKS)
+    made = _xgrammar().Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MOST_BLANKS)
+    return _without_control_characters(made)
+
+
+def _tag_grammar(tag: str) -> Any:
+    return _without_control_characters(_xgrammar().Grammar.from_structural_tag(tag))
+
+
+_HOLDS_SCHEMAS = {"json_schema": _schema_grammar, "structural_tag": _tag_grammar}
+
+
+def _without_control_characters(grammar: Any) -> Any:
+    """A grammar whose strings with a length are valid JSON; xgrammar allows control characters in them."""
+    text = str(grammar)
+    valid = text.replace(_ANY_CHARACTER, _CHARACTER)
+    return grammar if valid == text else _xgrammar().Grammar.from_ebnf(valid)
 
 
 @contextmanager

@@ -158,9 +158,12 @@ def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict
 
 
 def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """A constraint in vLLM's words; a schema as our engine's grammar, since vLLM bounds no blanks."""
-    if constraint.kind == "json_schema":
-        return {"grammar": schema_as_grammar(constraint)}
+    """A constraint in vLLM's words; schemas as our engine's grammar.
+
+    VLLM bounds no blanks, and allows control characters in strings with a length.
+    """
+    if (grammar := schema_as_grammar(constraint)) is not None:
+        return {"grammar": grammar}
     if constraint.kind == "choice":
         return {"choice": json.loads(constraint.value)}
     return {constraint.kind: constraint.value}
