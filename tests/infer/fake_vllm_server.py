@@ -68,7 +68,10 @@ class Handler(BaseHTTPRequestHandler):
             "/server_info?config_format=json": {"vllm_config": config},
             "/weight_info": {"weight_version": State.version},
         }
-        self.answer(answers[self.path])
+        if self.path in answers:
+            self.answer(answers[self.path])
+        else:
+            self.refuse(404, "cannot be found")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")

@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from proofs import by_default
-from rlhf_infer import BestOfNSampler, SamplingParams, TransformersEngine
+from rlhf_infer import BestOfNSampler, SamplingParams, TransformersEngine, load_scorer
 from rlhf_infer.sampling.answers import extractor
-from rlhf_infer.sampling.scorers import load_scorer
 from rlhf_models import load_causal_lm, load_tokenizer
 from rlhf_serve.cli.main import main
 

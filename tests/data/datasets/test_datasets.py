@@ -213,6 +213,15 @@ def test_steps_end_on_the_separators_last_token(tokenizer):
     assert example.sequence.score_from == len(tokenizer("where ?\n")["input_ids"])
 
 
+@pytest.mark.parametrize(
+    ("steps", "warned"), [(("a\nb", "c"), 1), (("a\n", "\nc"), 0), (("a b", "c"), 0), (("a\nb", "c\nd"), 1)]
+)
+def test_a_step_that_would_be_split_is_warned_of_once(tokenizer, steps, warned, caplog):
+    with caplog.at_level(logging.WARNING):
+        list(StepDataset([StepwiseRecord("where ?\n", steps, (1.0, 0.0))] * 3, tokenizer))
+    assert len([each for each in caplog.records if "step_separator" in each.getMessage()]) == warned
+
+
 def test_steps_behind_max_length_are_left_out(tokenizer):
     record = StepwiseRecord("where ?", ("mary went to shed .", "it is shed ."), (1.0, 0.0))
     [whole] = StepDataset([record], tokenizer)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from raises import raises_error
+from rlhf_infer import load_scorer
 from rlhf_infer.judges.settings import FENCED_TEMPLATE
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 from rlhf_infer.rewards import RewardFunctions
-from rlhf_infer.sampling.scorers import load_scorer
 
 
 def rewarded(functions: RewardFunctions, *completions: str, prompts: Any = None) -> Any:

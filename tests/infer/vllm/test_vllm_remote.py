@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,20 @@ def test_no_server_is_told(byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
     assert "http://127.0.0.1:9" in waiting.getMessage()
     with raises_error("invalid_url"):
         VLLMServerEngine("localhost:8000", byte_tokenizer)
+
+
+def test_an_address_that_is_not_vllms_is_refused_at_once(byte_tokenizer: Any, place: Place) -> None:
+    class NotFound(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), NotFound) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        with raises_error("not_a_vllm_server"):
+            VLLMServerEngine(f"http://127.0.0.1:{web.server_port}", byte_tokenizer, timeout_s=30)
+        web.shutdown()
+    with place.server() as server, raises_error("not_a_vllm_server"):
+        VLLMServerEngine(f"{server.url}/v1", byte_tokenizer, timeout_s=30)
 
 
 def test_a_foreign_server_on_cpus_gets_no_full_weights(

@@ -68,7 +68,7 @@ def load_scorer(spec: str) -> Scorer:
         import torch
 
         from rlhf_infer import RewardFunctionFactory, RewardFunctions
-        from rlhf_infer.rewards.models import EnsembleReward, ModelReward
+        from rlhf_infer.rewards.models import EnsembleReward, ModelReward, ProcessReward
     except ImportError as error:
         raise UserError(
             f'scoring needs more than is installed ({error}); run pip install "rlhf-report[models]"',
@@ -84,7 +84,8 @@ def load_scorer(spec: str) -> Scorer:
             reads_chat=bool(ensemble.tokenizer.chat_template),
         )
     rewards = RewardFunctions([function])
-    tokenizer = function.model.tokenizer if isinstance(function, ModelReward) else None
+    with_tokenizer = isinstance(function, ModelReward | ProcessReward)
+    tokenizer = function.model.tokenizer if with_tokenizer else None
     return Scorer(
         spec,
         lambda batch: rewards.score(batch).total[None].numpy(),

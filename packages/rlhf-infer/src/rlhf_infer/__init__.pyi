@@ -41,6 +41,9 @@ from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores
 from rlhf_infer.rewards.conventions import Samples as Samples
+from rlhf_infer.rewards.factory import load_scorer as load_scorer
+from rlhf_infer.rewards.judged.judges import JudgeReward as JudgeReward
+from rlhf_infer.rewards.models import ProcessReward as ProcessReward
 from rlhf_infer.rewards.requirements import check_columns as check_columns
 from rlhf_infer.rewards.requirements import computes_with_torch as computes_with_torch
 from rlhf_infer.rewards.requirements import needed_columns as needed_columns
@@ -63,9 +66,6 @@ from rlhf_infer.sampling.refinement import preference_rows as preference_rows
 from rlhf_infer.sampling.refiner import EngineCritic as EngineCritic
 from rlhf_infer.sampling.refiner import IterativeRefiner as IterativeRefiner
 from rlhf_infer.sampling.score_model import ScorePopulation as ScorePopulation
-from rlhf_infer.sampling.scorers import JudgeReward as JudgeReward
-from rlhf_infer.sampling.scorers import ProcessReward as ProcessReward
-from rlhf_infer.sampling.scorers import load_scorer as load_scorer
 from rlhf_infer.sampling.search import BestOfNSearch as BestOfNSearch
 from rlhf_infer.sampling.search import SearchRules as SearchRules
 from rlhf_infer.search.checks import check_search_settings as check_search_settings

@@ -100,7 +100,7 @@ def plan_training(name: str, config: JobConfig, machine: Machine | None = None) 
     method = METHODS[name]
     machine = machine or Machine(world_size())
     check_start(method, config, machine)
-    check_parts(config)
+    check_parts(config, elsewhere=machine.card is not None)
     rows = load_rows(method, config)
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     generates = isinstance(config, OnlineJobConfig) and not config.use_vllm

@@ -32,6 +32,7 @@ from rlhf_infer import (
     VLLMServer,
     VLLMServerEngine,
     VLLMSettings,
+    require_vllm,
     write_weight_folder,
 )
 from rlhf_models import (
@@ -53,24 +54,28 @@ from rlhf_models import (
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 PREFLIGHT = "preflight.json"
-_HOLDS_MODELS = ("model:", "constitutional:", "judge:path=")
+_HOLDS_MODELS = ("model:", "process:", "constitutional:", "judge:path=")
 """Beginnings of reward lines whose options name models."""
 
 
-def check_parts(config: JobConfig) -> None:
-    """Refuse the rewards and value model of an online job that cannot be made; models are not loaded.
+def check_parts(config: JobConfig, *, elsewhere: bool = False) -> None:
+    """Refuse the rewards, value model and engine of an online job that cannot be made; no model is loaded.
 
-    Not covered: models that lines beginning with `model:`, `constitutional:` or `judge:path=` name, and
-    whether a URL answers.
+    With `elsewhere` it runs on another machine, and what is installed here says nothing.
+
+    Not covered: models that lines beginning with `model:`, `process:`, `constitutional:` or `judge:path=`
+    name, and whether a URL answers.
     """
     if not isinstance(config, OnlineJobConfig):
         return
     cluster = samplers(config)
     if cluster:
         require_ray(cluster)
+    elif config.use_vllm and not (elsewhere or config.vllm_server_base_url):
+        require_vllm()
     for spec in config.reward:
         if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
-            _check_model(spec)
+            _check_model(spec, two_labels=True)
         elif not spec.startswith(_HOLDS_MODELS):
             RewardFunctionFactory.from_spec(spec)
     if isinstance(config, PPOConfig) and config.value_model_path:
@@ -118,14 +123,14 @@ def check_value_model(config: JobConfig, tokenizer: Any, max_length: int | None)
         )
 
 
-def _check_model(name: str) -> None:
-    """Refuse a model that is not there, or that has no scalar head."""
+def _check_model(name: str, *, two_labels: bool = False) -> None:
+    """Refuse a model that is not there, or that has no scalar head; see `check_scoring_model`."""
     name = model_folder(name)
     if (Path(name) / ENSEMBLE_FILE).is_file():
         return
     base = adapter_base(name) if is_adapter(name) else name
     if not (base != name and brings_head(name)):
-        check_scoring_model(base)
+        check_scoring_model(base, two_labels=two_labels)
     load_config(base)
     if base == name:
         check_weights(name)

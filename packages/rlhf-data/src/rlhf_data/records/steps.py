@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
 from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class StepBuilder(Builder):
 
     def __init__(self, tokenizer: Any, *, max_length: int | None = 1024, step_separator: str = "\n") -> None:
         super().__init__(tokenizer, max_length)
+        self.step_separator, self._warned = step_separator, False
         self.separator = self.encoder.text(step_separator, start=False)
         if not self.separator:
             raise UserError(
@@ -105,6 +109,7 @@ class StepBuilder(Builder):
 
     def _solution(self, prompt: list[int], steps: Sequence[str], labels: Sequence[float]) -> StepExample:
         ids, ends = list(prompt), []
+        self._warn_of_split(steps)
         for step in steps:
             longer = [*ids, *self.encoder.text(step, start=False), *self.separator]
             if self.max_length is not None and len(longer) > self.max_length:
@@ -114,6 +119,20 @@ class StepBuilder(Builder):
         if not ends:
             raise RowDropped(f"no step ends within max_length {self.max_length}")
         return StepExample(TokenSequence(ids, len(prompt)), tuple(ends), tuple(labels[: len(ends)]))
+
+    def _warn_of_split(self, steps: Sequence[str]) -> None:
+        """Warn, once, of a step that would be two where completions are split into steps."""
+        if self._warned:
+            return
+        whole = next((step for step in steps if self.step_separator in step.strip()), None)
+        if whole is not None:
+            self._warned = True
+            _LOG.warning(
+                "the step %r contains step_separator %r: it is one step here, and several in a completion "
+                "that is split at separators to be scored; choose another step_separator or split such steps",
+                whole[:80],
+                self.step_separator,
+            )
 
 
 register(

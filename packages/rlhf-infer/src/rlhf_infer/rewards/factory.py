@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data import UserError, absolute_path, model_folder, model_name
 from rlhf_infer.rewards import rules as form
@@ -18,6 +18,9 @@ from rlhf_infer.rewards.judged.judges import API_OPTIONS, judge_reward
 from rlhf_infer.rewards.judged.principle_files import load_principle_judge, read_principles
 from rlhf_infer.rewards.maths.rule import MathReward
 from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
+
+if TYPE_CHECKING:
+    from rlhf_infer.rewards.combine import RewardFunctions
 
 
 class RewardFunctionFactory:
@@ -42,12 +45,14 @@ class RewardFunctionFactory:
         """Build what a command line names.
 
         - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
-          `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5`,
-          `constitutional:principles=FILE,base=SPEC,judge=PATH`, `judge:path=FOLDER`, a language model that
-          decides whether the answer is true, and `judge:url=...,model=NAME`, one behind an API;
+          `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `process:path=...,aggregate=product`,
+          `remote:url=...,timeout_s=5`, `constitutional:principles=FILE,base=SPEC,judge=PATH`,
+          `judge:path=FOLDER`, a language model that decides whether the answer is true, and
+          `judge:url=...,model=NAME`, one behind an API;
         - `http://...` or `https://...`: a remote scorer;
         - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
-        - a folder or a name on the hub with a `/`: a reward model or an ensemble.
+        - a folder or a name on the hub with a `/`: a reward model, an ensemble, or, if it is a token
+          classifier, a process reward model.
 
         A comma separates options only where the name of one follows, so values may hold commas.
 
@@ -105,42 +110,51 @@ class RewardFunctionFactory:
         model: Any,
         *,
         name: str | None = None,
-        aggregate: Any = "mean_minus_std",
+        aggregate: Any = None,
         k: float | None = None,
         max_tokens: int | None = None,
         **load_options: Any,
     ) -> RewardFunction:
-        """A reward model, or an ensemble of them: mean - k · standard deviation.
+        """A reward model, a process reward model, or an ensemble: mean - k · standard deviation.
 
         Args:
-            model: a `rlhf_models.RewardModel` or `RewardEnsemble`, a folder with either, or a hub name.
+            model: a `rlhf_models.RewardModel`, `ProcessRewardModel` or `RewardEnsemble`, a folder with one of
+                them, or a hub name. A token classifier is a process reward model.
             name: what metrics call it; None takes the folder's name, or the run's where that is `final`.
-            aggregate: of an ensemble, see `EnsembleReward`.
+            aggregate: of an ensemble, see `EnsembleReward`, or of a process reward model, see
+                `ProcessReward`; None for their defaults.
             k: of an ensemble; None for 1.
             max_tokens: budget in tokens for one forward pass; None for `MAX_TOKENS`.
             **load_options: `base_model`, `dtype`, `load_in_8bit`, `load_in_4bit` and `device`.
 
         Raises:
-            UserError: it cannot be loaded, or `k` is given for a single model.
+            UserError: it cannot be loaded, or an option is given that goes with another kind of model.
         """
-        from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
-        from rlhf_models import ENSEMBLE_FILE, RewardEnsemble, RewardModel
+        from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward, ProcessReward
+        from rlhf_models import ProcessRewardModel, RewardEnsemble
 
         if isinstance(model, str | Path):
             model = model_folder(str(model))
             name = name or model_name(model)
-            kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
-            model = kind.from_pretrained(model, **load_options)
+            model = _kind_of(model).from_pretrained(model, **load_options)
         elif load_options:
             raise ValueError(f"{', '.join(load_options)} go with a folder or a hub name, not with a model")
         budget = MAX_TOKENS if max_tokens is None else max_tokens
         if isinstance(model, RewardEnsemble):
             k = 1.0 if k is None else k
-            name = name or "reward_ensemble"
+            name, aggregate = name or "reward_ensemble", aggregate or "mean_minus_std"
             return EnsembleReward(model, aggregate=aggregate, k=k, name=name, max_tokens=budget)
-        if k is not None or aggregate != "mean_minus_std":
+        if k is not None:
             raise UserError(
-                f"reward {name or 'model'}: k and aggregate go with an ensemble; take them out",
+                f"reward {name or 'model'}: k goes with an ensemble; take it out", code="unused_option"
+            )
+        if isinstance(model, ProcessRewardModel):
+            name, aggregate = name or "process_reward", aggregate or "min"
+            return ProcessReward(model, aggregate=aggregate, name=name, max_tokens=budget)
+        if aggregate is not None:
+            raise UserError(
+                f"reward {name or 'model'}: aggregate goes with an ensemble or a process reward model; take "
+                "it out",
                 code="unused_option",
             )
         return ModelReward(model, name=name or "reward_model", max_tokens=budget)
@@ -184,6 +198,15 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     def model(**options: Any) -> RewardFunction:
         return factory.from_model(options.pop("path"), **(model_options | options))
 
+    def process(**options: Any) -> RewardFunction:
+        if not _is_process_model(model_folder(options["path"])):
+            raise UserError(
+                f"reward process: {options['path']} is not a process reward model, which is a token "
+                "classifier; name one, or write model: in place of process:",
+                code="wrong_model_kind",
+            )
+        return model(**options)
+
     def constitutional(
         *, principles: str, base: str | None = None, judge: str | None = None
     ) -> RewardFunction:
@@ -195,6 +218,9 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
     builders["model"] = spec_parser.Builder(
         model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")
+    )
+    builders["process"] = spec_parser.Builder(
+        process, texts | {"max_tokens": int}, ("path",), ("path", "base_model")
     )
     numbers = {"timeout_s": float, "backoff_s": float, "retries": int, "batch_size": int}
     numbers |= {"deadline_s": float, "concurrency": int}
@@ -220,3 +246,47 @@ def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
         UserError: the file is missing or malformed, or a principle that is only a text has no judge.
     """
     return read_principles(path, judge=judge, from_spec=RewardFunctionFactory.from_spec)
+
+
+def load_scorer(
+    lines: Sequence[str], weights: Sequence[float] | None = None, **model_options: Any
+) -> RewardFunctions:
+    """Reward functions from lines of text.
+
+    Args:
+        lines: each as in `RewardFunctionFactory.from_spec`.
+        weights: one per line; None for 1 each.
+        **model_options: for the models that are named: `device`, `dtype`, `load_in_8bit`, `load_in_4bit` and
+            `max_tokens`.
+
+    Raises:
+        UserError: a line is wrong, a model cannot be loaded, or the number of weights is another.
+    """
+    from rlhf_infer.rewards.combine import RewardFunctions
+
+    build = RewardFunctionFactory.from_spec
+    return RewardFunctions([build(line, model_options=model_options) for line in lines], weights=weights)
+
+
+def _kind_of(name: str) -> Any:
+    """The class of `rlhf_models` that a stored model is of."""
+    from rlhf_models import ENSEMBLE_FILE, ProcessRewardModel, RewardEnsemble, RewardModel
+
+    if (Path(name) / ENSEMBLE_FILE).is_file():
+        return RewardEnsemble
+    return ProcessRewardModel if _is_process_model(name) else RewardModel
+
+
+def _is_process_model(name: str) -> bool:
+    """Whether a folder, or a name on the hub, is of a token classifier, or of an adapter of one."""
+    from rlhf_models import adapter_config, is_adapter, load_config
+
+    if is_adapter(name) and adapter_config(name).task_type == "TOKEN_CLS":
+        return True
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        return False
+    config = load_config(name)
+    # Our own models with a head of two layers are stored as their trunk, which names no classifier.
+    return hasattr(config, "step_separator") or any(
+        str(made).endswith("ForTokenClassification") for made in config.architectures or ()
+    )

@@ -1,18 +1,20 @@
-"""Reward models and ensembles of them as reward functions."""
+"""Reward models, ensembles of them and process reward models as reward functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from rlhf_data import Text, UserError, check_choice, invalid_value
-from rlhf_infer.rewards.texts import sample_name
+from rlhf_infer.rewards.texts import sample_name, text_of
 from rlhf_models import (
     Aggregate,
+    ProcessRewardModel,
     RewardEnsemble,
     RewardModel,
+    StepAggregate,
     aggregate_scores,
     context_length,
     encode_scored,
@@ -99,6 +101,60 @@ class EnsembleReward:
         if log_metric is not None:
             log_metric(f"{self.name}/disagreement", float(aggregate_scores(scores, "std").mean()))
         return aggregate_scores(scores, self.aggregate, k=self.k).tolist()
+
+
+class ProcessReward:
+    """A process reward model as a reward function: one score in [0, 1] from those of a completion's steps.
+
+    A completion is cut into steps at the model's separator; parts that are only white space are not steps. A
+    completion without a step has nothing that could be right, and gets 0.
+
+    Args:
+        model: the model; it is put into eval mode.
+        aggregate: see `rlhf_models.aggregate_step_scores`.
+        name: what metrics call it.
+        max_tokens: budget in tokens for one forward pass; None runs all at once.
+
+    Raises:
+        UserError: another aggregate.
+    """
+
+    is_probability = True
+
+    def __init__(
+        self,
+        model: ProcessRewardModel,
+        *,
+        aggregate: StepAggregate = "min",
+        name: str = "process_reward",
+        max_tokens: int | None = None,
+    ) -> None:
+        check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
+        self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
+        self.aggregate: StepAggregate = aggregate
+
+    def __call__(
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+    ) -> list[float]:
+        """Scores of B completions."""
+        del columns
+        steps = [self.steps(completion) for completion in completions]
+        some = [i for i, own in enumerate(steps) if own]
+        scores = [0.0] * len(steps)
+        if some:
+            found = self.model.score(
+                [prompts[i] for i in some],
+                [steps[i] for i in some],
+                aggregate=self.aggregate,
+                max_tokens=self.max_tokens,
+            )
+            for i, score in zip(some, found.tolist(), strict=True):
+                scores[i] = score
+        return scores
+
+    def steps(self, completion: Text) -> list[str]:
+        """The steps of a completion."""
+        return [part for part in text_of(completion).split(self.model.step_separator) if part.strip()]
 
 
 @torch.no_grad()

@@ -14,8 +14,7 @@ from rlhf_data import Text, TokenSequence, UserError, as_completion, pack
 from rlhf_data.records.kind import common_prefix
 from rlhf_infer.rewards.checks import shown
 from rlhf_infer.rewards.combine import RewardFunctions
-from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
-from rlhf_infer.sampling.scorers import ProcessReward
+from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward, ProcessReward
 from rlhf_models import (
     ProcessRewardModel,
     RewardEnsemble,

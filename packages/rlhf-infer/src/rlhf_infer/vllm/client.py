@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import math
 import threading
+import time
 from concurrent.futures import CancelledError, Future
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -15,6 +19,8 @@ from rlhf_infer import async_loop
 from rlhf_infer.http_client import HTTPClient
 from rlhf_infer.retry_policy import Unavailable
 
+_LOG = logging.getLogger(__name__)
+_POLL_S, _PROGRESS_S = 0.5, 15.0
 HEALTH_TIMEOUT_S = 10.0
 """How long a server may take to say that it is well."""
 
@@ -91,8 +97,23 @@ class VLLMClient:
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server says that it is well, within `timeout_s` and `HEALTH_TIMEOUT_S`."""
         try:
+            return self.ready(timeout_s)
+        except ServerRefused:
+            return False
+
+    def ready(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server answers that it is well; False for no answer, or one of 500 and above.
+
+        Raises:
+            ServerRefused: the answer is another error, such as 404 by what is not a vLLM server.
+        """
+        try:
             self.call("GET", "/health", timeout_s=min(timeout_s, HEALTH_TIMEOUT_S))
-        except (ServerLost, ServerRefused):
+        except ServerRefused as error:
+            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+            return False
+        except ServerLost:
             return False
         return True
 
@@ -118,6 +139,36 @@ class VLLMClient:
             calls = list(self._calls)
         for each in calls:
             each.cancel()
+
+
+def wait_for_server(client: VLLMClient, timeout_s: float) -> None:
+    """Wait for a server that another program starts.
+
+    Raises:
+        UserError: none answers in this time, or what answers is not a vLLM server.
+    """
+    url, begun, reported = client.base_url, time.monotonic(), -math.inf
+    try:
+        while not client.ready(timeout_s):
+            now = time.monotonic()
+            if now - begun > timeout_s:
+                raise UserError(
+                    f"no vLLM server answers at {url} (waited {now - begun:.0f} s); start it there, or "
+                    "correct the address",
+                    code="server_unreachable",
+                )
+            if now - reported > _PROGRESS_S:
+                reported = now
+                _LOG.warning(
+                    "no vLLM server answers at %s; waiting for one, %.0f of %g s", url, now - begun, timeout_s
+                )
+            time.sleep(_POLL_S)
+    except ServerRefused as error:
+        raise UserError(
+            f"the server at {url} answers /health with {error}, as vLLM does not; give the address of a vLLM "
+            "server without a path such as /v1",
+            code="not_a_vllm_server",
+        ) from error
 
 
 @functools.lru_cache(maxsize=16)

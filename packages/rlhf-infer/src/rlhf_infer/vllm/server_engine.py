@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import secrets
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
-from rlhf_infer.vllm.client import ServerLost, ServerRefused, VLLMClient
+from rlhf_infer.vllm.client import ServerLost, ServerRefused, VLLMClient, wait_for_server
 from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.settings import (
     LORA_RANKS,
@@ -34,7 +33,6 @@ _MAX_RESTARTS = 3
 """How often one call starts a lost server again."""
 _CACHE_TRIES = 20
 _POLL_S = 0.5
-_PROGRESS_S = 15.0
 _MODES = ("raw_logprobs", "processed_logprobs")
 _EXTENSION = "vllm_worker.WorkerExtension"
 
@@ -92,7 +90,7 @@ class VLLMServerEngine:
         if self._server is not None:
             self._server.start()
         else:
-            self._wait()
+            wait_for_server(self._client(), self.timeout_s)
         try:
             self._learn()
         except (ServerLost, ServerRefused) as error:
@@ -207,29 +205,6 @@ class VLLMServerEngine:
 
     def _client(self) -> VLLMClient:
         return VLLMClient(self.url, api_key=self._api_key)
-
-    def _wait(self) -> None:
-        """Wait for a server that another program starts."""
-        client = self._client()
-        begun = time.monotonic()
-        reported = -math.inf
-        while not client.healthy(self.timeout_s):
-            now = time.monotonic()
-            if now - begun > self.timeout_s:
-                raise UserError(
-                    f"no vLLM server answers at {self.url} (waited {now - begun:.0f} s); start it there, or "
-                    "correct the address",
-                    code="server_unreachable",
-                )
-            if now - reported > _PROGRESS_S:
-                reported = now
-                _LOG.warning(
-                    "no vLLM server answers at %s; waiting for one, %.0f of %g s",
-                    self.url,
-                    now - begun,
-                    self.timeout_s,
-                )
-            time.sleep(_POLL_S)
 
     def _learn(self) -> None:
         """Ask the server what it serves."""

@@ -174,8 +174,10 @@ def scores_of(
     return torch.cat(parts, dim=-1)[..., torch.cat(order).argsort()]
 
 
-def check_scoring_model(name_or_path: str | Path) -> None:
+def check_scoring_model(name_or_path: str | Path, *, two_labels: bool = False) -> None:
     """Refuse, by its config alone, a model that gives no single score.
+
+    With `two_labels` a token classifier may have two, wrong and right, as TRL's process reward models.
 
     Raises:
         UserError: it is a language model or has several labels, or the config cannot be loaded.
@@ -188,7 +190,8 @@ def check_scoring_model(name_or_path: str | Path) -> None:
             "model, such as the final folder of a run of `rlhf-train reward`",
             code="wrong_model_kind",
         )
-    if made and config.num_labels != 1:
+    is_process = two_labels and config.num_labels == 2 and made and "TokenClassification" in made[0]
+    if made and config.num_labels != 1 and not is_process:
         raise _several_labels(f"{name_or_path}, a {made[0]},", config.num_labels)
 
 

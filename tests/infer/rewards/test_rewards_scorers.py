@@ -10,9 +10,8 @@ import torch
 
 from proofs import by_default
 from raises import raises_error
-from rlhf_infer import PromptedJudge, RuleJudge
-from rlhf_infer.rewards import RewardFunctions
-from rlhf_infer.sampling.scorers import JudgeReward, ProcessReward, load_scorer
+from rlhf_infer import JudgeReward, ProcessReward, PromptedJudge, RuleJudge, load_scorer
+from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_models import LoraSettings, ProcessRewardModel, RewardEnsemble, RewardModel
 
 PROMPTS: list[Any] = ["where is mary ?", "where is ball ?", "where is mary ?"]
@@ -99,6 +98,19 @@ def test_lines_name_models_of_every_kind(
     expected = ensemble.score(PROMPTS, SOLUTIONS, aggregate="mean_minus_std", k=1.0)
     torch.testing.assert_close(mean_minus_std, expected)
     assert steps.tolist() == pytest.approx(ProcessReward(process_model)(PROMPTS, SOLUTIONS), abs=1e-6)
+    for same in (str(tmp_path / "steps"), f"model:path={tmp_path / 'steps'},aggregate=min"):
+        built = RewardFunctionFactory.from_spec(same)
+        assert isinstance(built, ProcessReward) and built.name == "steps"
+        assert score(RewardFunctions([built])).tolist() == [steps.tolist()]
+    assert isinstance(RewardFunctionFactory.from_model(process_model), ProcessReward)
+    for line, code in (
+        (f"process:path={folders[0]}", "wrong_model_kind"),
+        (f"model:path={folders[0]},aggregate=min", "unused_option"),
+        (f"model:path={folders[2]},k=2", "unused_option"),
+        (f"process:path={folders[2]},aggregate=most", "invalid_value"),
+    ):
+        with raises_error(code):
+            load_scorer([line])
     last = load_scorer([f"process:path={folders[2]},aggregate=last,name=end"])
     assert last.names == ("end",)
     expected = ProcessReward(process_model, aggregate="last")(PROMPTS, SOLUTIONS)
