@@ -81,7 +81,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
         (["--search", "best-of-n", "--search-width", "4"], "give --n"),
         (["--search-tree", "tree.jsonl"], "give --search"),
         (["--search", "mcts", "--temperature", "0"], "temperature is 0"),
-        (["--search", "mcts", "--set", "search.branch=3"], "no multiple of branch"),
+        (["--search", "mcts", "--set", "search.branch=3"], "not a multiple of branch"),
         (["--search", "mcts", "--set", "search.selection=best"], "give --selection"),
         (["--search", "mcts", "--stop", "\n"], "contains a stop text"),
     ],
@@ -116,7 +116,7 @@ def test_a_search_without_scores_is_refused(folders: Path, rows: Path, tmp_path:
 def test_steps_are_labelled_for_training(
     folders: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ["--solutions", "3", "--completions", "2", "--estimation", "soft", "--set", 'labels.separator=" "']
+    more = ["--solutions", "3", "--completions", "2", "--estimation", "soft", "--separator", " "]
     whole, output = tmp_path / "whole.jsonl", tmp_path / "steps.jsonl"
     result = run("label-steps", folders, rows, whole, *more, reward="exact")
     assert result.exit_code == 0 and "5 prompts" in result.stderr, result.output
@@ -147,7 +147,8 @@ def test_step_labels_need_a_checker_and_samples(folders: Path, rows: Path, tmp_p
     output = tmp_path / "steps.jsonl"
     for more, reward, said in (
         ([], "", "a reward that knows"),
-        (["--n", "3"], "exact", "give --solutions"),
+        (["--set", "n=3"], "exact", "give --solutions"),
+        (["--set", "answer=number"], "exact", "answer is of best-of-N"),
         (["--temperature", "0"], "exact", "temperature is 0"),
     ):
         result = run("label-steps", folders, rows, output, *more, reward=reward)

@@ -247,9 +247,7 @@ class RefineSettings(FileSettings):
 
     @model_validator(mode="after")
     def _only_what_counts(self) -> Self:
-        for name in ("n", "answer", "stopping"):
-            if name in self.model_fields_set:
-                raise ValueError(f"{name} goes with several candidates, and refinement has one; leave it out")
+        _check_unused(self, "goes with several candidates, and refinement has one; leave it out")
         return self
 
 
@@ -258,6 +256,18 @@ class LabelSettings(FileSettings):
 
     labels: StepLabelSettings = Field(default_factory=StepLabelSettings)
     """How many solutions and completions are drawn, and what makes a label."""
+
+    @model_validator(mode="after")
+    def _only_what_counts(self) -> Self:
+        _check_unused(self, "is of best-of-N; give --solutions and --completions")
+        return self
+
+
+def _check_unused(settings: FileSettings, why: str) -> None:
+    """Refuse what only the choice among several candidates reads."""
+    for name in ("n", "answer", "stopping"):
+        if name in settings.model_fields_set:
+            raise ValueError(f"{name} {why}")
 
 
 class CompressSettings(RowsSettings, CompressionSettings):

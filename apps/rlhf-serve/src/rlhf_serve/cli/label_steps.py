@@ -35,7 +35,7 @@ def label_steps(settings: LabelSettings) -> None:
         right = f", {sum(labels) / len(labels):.0%} of them right" if labels else ""
         Display().say(
             f"{len(found)} prompts, {len(solutions)} solutions, {len(labels)} steps{right}, "
-            f"{labellers[0].generated_tokens} tokens; written to {settings.output_path}"
+            f"{labellers[0].generated_tokens} tokens now; written to {settings.output_path}"
         )
 
 
@@ -45,11 +45,6 @@ def _check(settings: LabelSettings) -> None:
             "step labels need a policy and a reward that knows the right answers; give --model and --reward, "
             "such as --reward number for rows with a column answer",
             code="missing_scorer",
-        )
-    if "n" in settings.model_fields_set:
-        raise UserError(
-            "n counts the candidates of best-of-N; give --solutions and --completions",
-            code="conflicting_options",
         )
     if settings.temperature == 0 and settings.labels.solutions * settings.labels.completions > 1:
         raise invalid_value(

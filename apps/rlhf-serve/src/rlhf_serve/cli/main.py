@@ -252,7 +252,7 @@ def _generate_options() -> list[click.Parameter]:
 
 def _label_options() -> list[click.Parameter]:
     return [
-        *_file_options(),
+        *_file_options(several=False),
         _count(
             "--solutions labels__solutions",
             "Solutions per prompt, each a row.  [default: 4]",
@@ -267,6 +267,11 @@ def _label_options() -> list[click.Parameter]:
             "--estimation labels__estimation",
             "1 if any completion is right, or the share that is.  [default: hard]",
             ("hard", "soft"),
+        ),
+        _option(
+            "--separator labels__separator",
+            "Text that ends a step.  [default: a line break]",
+            metavar="TEXT",
         ),
     ]
 
