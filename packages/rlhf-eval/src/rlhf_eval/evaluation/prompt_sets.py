@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import PromptRecord, UserError, load_records
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_prompts(path: str, count: int, *, on_bad_row: Any = "error") -> list[PromptRecord]:
@@ -28,6 +31,10 @@ def load_prompts(path: str, count: int, *, on_bad_row: Any = "error") -> list[Pr
     unique = list(found.values())
     if len(unique) < 2:
         raise UserError(f"{path} has one prompt; an interval needs two at the least", code="too_few_rows")
+    if len(unique) < len(records):
+        _LOG.info(
+            "%s: %d of %d prompts are repeated and asked once", path, len(records) - len(unique), len(records)
+        )
     step = max(1.0, len(unique) / count)
     return [unique[int(i * step)] for i in range(min(count, len(unique)))]
 
