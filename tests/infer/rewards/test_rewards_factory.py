@@ -188,6 +188,7 @@ def test_code_that_is_not_there(code: Path, spec: str, expected: str, name: str 
         ("", "unknown_reward", None),
         ("length:targt=3", "unknown_option", "targt"),
         ("length:3", "unknown_option", "3"),
+        ("length:target=3,target=4", "repeated_option", "target"),
         ("length:target", "unknown_option", "target"),
         ("length:target=3,qq=4", "unknown_option", "qq"),
         ("exact:column=gold,raed=whole", "unknown_option", "raed"),
