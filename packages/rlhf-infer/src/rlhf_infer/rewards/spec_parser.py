@@ -180,9 +180,8 @@ def _parsed(rule: str, builder: Builder, text: str) -> dict[str, Any]:
         if name not in builder.options:
             _refuse_option(rule, name, builder)
         if name in options:
-            raise UserError(
-                f"reward {rule} has the option {name} twice; give it once", code="repeated_option", option=name
-            )
+            said = f"reward {rule} has the option {name} twice; give it once"
+            raise UserError(said, code="repeated_option", option=name)
         options[name] = _converted(f"reward {rule}: {name}", value, builder.options[name])
     return options
 
