@@ -38,16 +38,15 @@ class TrainingMethod(ABC, Generic[Example]):
         """The token sequences of one example; they are never cut apart."""
 
     @abstractmethod
-    def count(self, batch: PackedBatch) -> int:
-        """How many terms the loss of this batch sums over; the loss of a step is the mean over them."""
-
-    @abstractmethod
     def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
         """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
 
     def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
-        """`count`, for a method whose terms depend on more of its examples than the batch tells."""
-        return self.count(batch)
+        """Terms that the loss of this batch sums over; the loss of a step is the mean over them.
+
+        By default they are the examples.
+        """
+        return len(examples)
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The module that `forward` calls; all use of trained weights must lie inside its `forward`."""

@@ -37,10 +37,6 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
         """Chosen, then rejected."""
         return example[:2]
 
-    def count(self, batch: PackedBatch) -> int:
-        """The pairs."""
-        return batch.num_sequences // 2
-
     def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
         """The chosen loss of the pairs, and TRL's metrics."""
         ref_logps = self.known_logps(examples)

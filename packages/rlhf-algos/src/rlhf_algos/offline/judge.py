@@ -49,10 +49,6 @@ class JudgeTrainer(CalibratedTrainer[Labelled]):
         """The example's sequence."""
         return (example[0],)
 
-    def count(self, batch: PackedBatch) -> int:
-        """The sequences."""
-        return batch.num_sequences
-
     def loss(self, batch: PackedBatch, examples: Sequence[Labelled]) -> LossOutput:
         """Cross-entropy of the labels."""
         scores = self.forward(batch).float()

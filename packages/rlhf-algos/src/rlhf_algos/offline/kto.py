@@ -58,10 +58,6 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
             )
         return (example.sequence, example.kl_sequence)
 
-    def count(self, batch: PackedBatch) -> int:
-        """The completions."""
-        return batch.num_sequences
-
     @torch.no_grad()
     def before_step(self, examples: Sequence[KTOExample]) -> None:
         """The KL of the whole step, and the reference's log-probs, which share a pass with it."""

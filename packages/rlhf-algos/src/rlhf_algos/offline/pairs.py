@@ -96,10 +96,6 @@ class PairExamples:
         """Chosen, then rejected; the prompt they share is computed once."""
         return example[:2]
 
-    def count(self, batch: PackedBatch) -> int:
-        """The pairs."""
-        return batch.num_sequences // 2
-
 
 class PairTrainer(PairExamples, LanguageModelTrainer[PreferencePair]):
     """A trainer on preference pairs without a reference: a loss of the pairs, and the chosen's likelihood.
@@ -135,10 +131,6 @@ class PairTrainer(PairExamples, LanguageModelTrainer[PreferencePair]):
         chosen = pair[0]
         return (*pair, TokenSequence(chosen.input_ids[: max(1, chosen.score_from)], 1))
 
-    def count(self, batch: PackedBatch) -> int:
-        """The pairs."""
-        return batch.num_sequences // (3 if self.learns_prompt else 2)
-
     def before_step(self, examples: Sequence[PreferencePair]) -> None:
         """Count the tokens of the whole step by which the likelihood term is divided."""
         if self.nll_weight and self.scorer.training:
@@ -156,7 +148,7 @@ class PairTrainer(PairExamples, LanguageModelTrainer[PreferencePair]):
     def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
         """The loss of the pairs with the weighted likelihood of what was chosen, and TRL's metrics."""
         scores = self.policy_scores(batch, with_stats=True)
-        sides = Sides.of(scores.logps, batch, self.count(batch))
+        sides = Sides.of(scores.logps, batch, len(examples))
         result, metrics = self.pair_loss(sides)
         learned = sides.chosen_logps + sides.prompt_logps
         loss = result.loss

@@ -54,7 +54,7 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
         """The solution, or the two solutions of a pair, which share their prompt."""
         return [solution.sequence for solution in _solutions(example)]
 
-    def count(self, batch: PackedBatch) -> int:
+    def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
         """The solutions."""
         return batch.num_sequences
 

@@ -53,7 +53,7 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
         """The example itself."""
         return (example,) if isinstance(example, TokenSequence) else example
 
-    def count(self, batch: PackedBatch) -> int:
+    def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
         """The scored tokens."""
         return len(batch.score_targets)
 

@@ -130,10 +130,6 @@ class OnlineTrainer(SamplingTrainer):
         """The prompt."""
         return [TokenSequence(example.prompt_ids, len(example.prompt_ids))]
 
-    def count(self, batch: PackedBatch) -> int:
-        """The completions' tokens."""
-        return len(batch.score_targets)
-
     def micro_batches(
         self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
     ) -> Iterator[tuple[PackedBatch, list[Any]]]:
