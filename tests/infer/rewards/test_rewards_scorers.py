@@ -128,6 +128,28 @@ def test_process_models_are_known_whatever_their_head(
     assert scores[:, 2].tolist() == [0.0, 0.0] and bool((scores[:, :2] > 0).all())
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_process_model_comes_with_its_aggregate(
+    adapter: bool, byte_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    model = ProcessRewardModel.from_language_model(tiny_model_folder)
+    assert model.aggregate == ProcessReward(model).aggregate == "min"
+    model.aggregate = "product"
+    if adapter:
+        model.add_lora(LoraSettings(lora_r=2))
+    model.save_pretrained(tmp_path / "steps")
+    scorer = load_scorer([str(tmp_path / "steps")])
+    [reward] = scorer.functions
+    assert isinstance(reward, ProcessReward) and reward.aggregate == "product"
+    steps = model.score_steps(PROMPTS[0], ["mary went to kitchen .", "so it is kitchen"])
+    assert score(scorer)[0, 0].item() == pytest.approx(float(steps.prod()), abs=1e-5)
+    assert model.score(PROMPTS[:1], [["mary went to kitchen .", "so it is kitchen"]]).item() == pytest.approx(
+        float(steps.prod()), abs=1e-5
+    )
+    with raises_error("invalid_value", key="aggregate"):
+        model.aggregate = "most"  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_language_model_is_a_judge(tiny_model_folder: Path) -> None:
     from rlhf_models import load_causal_lm, load_tokenizer
 

@@ -217,7 +217,8 @@ def _finished(method: Method, model: Any, config: JobConfig) -> Any:
     if method.model in ("reward", "judge"):
         model.append_eos = True
     if method.model == "prm":
-        model.step_separator = cast(PRMConfig, config).step_separator
+        settings = cast(PRMConfig, config)
+        model.step_separator, model.aggregate = settings.step_separator, settings.aggregate
     if not config.use_peft or isinstance(model, RewardEnsemble):
         return model
     if method.model == "policy":

@@ -149,7 +149,7 @@ class RewardFunctionFactory:
                 f"reward {name or 'model'}: k goes with an ensemble; take it out", code="unused_option"
             )
         if isinstance(model, ProcessRewardModel):
-            name, aggregate = name or "process_reward", aggregate or "min"
+            name = name or "process_reward"
             return ProcessReward(model, aggregate=aggregate, name=name, max_tokens=budget)
         if aggregate is not None:
             raise UserError(

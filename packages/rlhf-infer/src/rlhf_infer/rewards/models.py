@@ -111,7 +111,8 @@ class ProcessReward:
 
     Args:
         model: the model; it is put into eval mode.
-        aggregate: see `rlhf_models.aggregate_step_scores`.
+        aggregate: see `rlhf_models.aggregate_step_scores`; None for the model's own, see
+            `ProcessRewardModel.aggregate`.
         name: what metrics call it.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
 
@@ -125,10 +126,11 @@ class ProcessReward:
         self,
         model: ProcessRewardModel,
         *,
-        aggregate: StepAggregate = "min",
+        aggregate: StepAggregate | None = None,
         name: str = "process_reward",
         max_tokens: int | None = None,
     ) -> None:
+        aggregate = aggregate or model.aggregate
         check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
         self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
         self.aggregate: StepAggregate = aggregate

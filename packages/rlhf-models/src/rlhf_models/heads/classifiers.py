@@ -45,7 +45,7 @@ from rlhf_models.loading.tokenizers import load_tokenizer
 
 HEAD_FILE = "score_head.safetensors"
 Head = Literal["linear", "mlp"]
-_OWN_ENTRIES = ("score_head", "append_eos", "step_separator")
+_OWN_ENTRIES = ("score_head", "append_eos", "step_separator", "step_aggregate")
 """Entries of these models in `config.json` besides transformers' own."""
 
 

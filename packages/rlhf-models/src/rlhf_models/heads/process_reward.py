@@ -33,7 +33,8 @@ class ProcessRewardModel(HeadModel):
     """Scores every step of a solution, at the step's last token, that of the separator after it.
 
     The score is the logit of P(the step is right) = sigmoid(w · h + b). Saved folders load with
-    `AutoModelForTokenClassification`; the step separator is `"step_separator"` in their config.
+    `AutoModelForTokenClassification`; their separator and aggregate are `"step_separator"` and
+    `"step_aggregate"` in the config.
 
     Args:
         model: a token classifier with `num_labels == 1`, or a PeftModel around one.
@@ -59,6 +60,16 @@ class ProcessRewardModel(HeadModel):
     def step_separator(self, value: str) -> None:
         self._builder = StepBuilder(self.tokenizer, max_length=None, step_separator=value)
         self.config.step_separator = value
+
+    @property
+    def aggregate(self) -> StepAggregate:
+        """How `score` makes one score of a solution's steps; stored with the model, "min" unless set."""
+        return getattr(self.config, "step_aggregate", "min")
+
+    @aggregate.setter
+    def aggregate(self, value: StepAggregate) -> None:
+        check_choice("aggregate", value, get_args(StepAggregate))
+        self.config.step_aggregate = value
 
     def forward(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         """Logits (P,) in fp32 of "this step is right".
@@ -94,7 +105,7 @@ class ProcessRewardModel(HeadModel):
         prompts: Sequence[Text],
         solutions: Sequence[Sequence[str]],
         *,
-        aggregate: StepAggregate = "min",
+        aggregate: StepAggregate | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Scores (B,) in [0, 1] of B solutions, fp32 on the CPU, without gradients.
@@ -102,15 +113,15 @@ class ProcessRewardModel(HeadModel):
         Args:
             prompts: B prompts.
             solutions: the steps of B solutions.
-            aggregate: see `aggregate_step_scores`.
+            aggregate: see `aggregate_step_scores`; None for the model's own.
             max_tokens: budget in tokens for one forward pass; None runs all at once.
 
         Raises:
             UserError: a solution has no step, or is longer than the context.
         """
         examples = [self.encode(*pair) for pair in zip(prompts, solutions, strict=True)]
-        logits = self._step_logits(examples, max_tokens)
-        return torch.stack([aggregate_step_scores(scores, aggregate) for scores in logits])
+        logits, chosen = self._step_logits(examples, max_tokens), aggregate or self.aggregate
+        return torch.stack([aggregate_step_scores(scores, chosen) for scores in logits])
 
     @torch.no_grad()
     def _step_logits(self, examples: Sequence[StepExample], max_tokens: int | None) -> list[torch.Tensor]:
