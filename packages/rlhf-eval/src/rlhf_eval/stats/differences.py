@@ -47,9 +47,8 @@ def mean_interval(
 ) -> Interval:
     """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
 
-    Fewer than 8 units have too few different resamples; they get Student's interval, which has its nominal
-    coverage for normal units but for the error of `t_quantile`. `p_value` is of a mean of zero. Where all
-    units agree there is no interval, and its ends are NaN.
+    Fewer than 8 units have too few different resamples; they get Student's interval, exact for normal units.
+    `p_value` is of a mean of zero. Where all units agree there is no interval, and its ends are NaN.
     """
     check_level(level)
     rng = np.random.default_rng(seed)
