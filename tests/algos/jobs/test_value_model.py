@@ -70,6 +70,20 @@ def test_a_classifier_of_two_labels_is_refused(kind: Any, tmp_path: Path) -> Non
         check_parts(as_reward)
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("process:path=/nowhere/at/all", "model_not_found"),
+        ("model:path=/nowhere/at/all,k=2", "model_not_found"),
+        ("process:pth=x", "unknown_option"),
+        ("model:k=2", "missing_option"),
+    ],
+)
+def test_models_that_lines_name_are_looked_for(line: str, code: str) -> None:
+    with raises_error(code):
+        check_parts(METHODS["grpo"].job_config.from_dict({"reward": [line]}))
+
+
 def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path) -> None:
     policy = tiny_model("llama", vocab_size=len(TOKENIZER), max_position_embeddings=256)
     policy.save_pretrained(tmp_path / "policy")

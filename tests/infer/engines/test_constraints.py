@@ -66,6 +66,10 @@ def test_no_string_of_a_tool_holds_a_control_character(engine: TransformersEngin
     kinds: dict[ConstraintKind, Any] = {"json_schema": schema, "structural_tag": whole}
     for kind, value in kinds.items():
         constraint = Constraint(kind, json.dumps(value))
+        short = xgrammar.GrammarMatcher(
+            engine.compile(Constraint("json_schema", '{"type": "string", "maxLength": 1}'))
+        )
+        assert not short.accept_string('"\x06"')
         text = '{"a": "123456789%s"}' if kind == "json_schema" else '<call>{"a": "123456789%s"}</call>'
         for extra, allowed in (("é", True), ("\x06", False), ("\t", False), ("\x7f", True)):
             matcher = xgrammar.GrammarMatcher(engine.compile(constraint))

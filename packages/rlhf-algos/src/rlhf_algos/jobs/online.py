@@ -63,21 +63,36 @@ def check_parts(config: JobConfig, *, elsewhere: bool = False) -> None:
 
     With `elsewhere` it runs on another machine, and what is installed here says nothing.
 
-    Not covered: models that lines beginning with `model:`, `process:`, `constitutional:` or `judge:path=`
-    name, and whether a URL answers.
+    Not covered: models that lines beginning with `constitutional:` or `judge:path=` name, and whether a URL
+    answers.
     """
     if not isinstance(config, OnlineJobConfig):
         return
+    _check_models(config, elsewhere=elsewhere)
+    for spec in config.reward:
+        if not _names_models(spec):
+            RewardFunctionFactory.from_spec(spec)
+
+
+def _names_models(spec: str) -> bool:
+    """Whether a reward line names models, which are slow to load."""
+    return spec.startswith(_HOLDS_MODELS) or _is_model(spec)
+
+
+def _is_model(spec: str) -> bool:
+    """Whether a reward line is the folder or hub name of a model."""
+    return bool(spec) and ":" not in spec and ("/" in spec or Path(spec).is_dir())
+
+
+def _check_models(config: OnlineJobConfig, *, elsewhere: bool = False) -> None:
     cluster = samplers(config)
     if cluster:
         require_ray(cluster)
     elif config.use_vllm and not (elsewhere or config.vllm_server_base_url):
         require_vllm()
     for spec in config.reward:
-        if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
-            _check_model(spec, two_labels=True)
-        elif not spec.startswith(_HOLDS_MODELS):
-            RewardFunctionFactory.from_spec(spec)
+        if name := spec if _is_model(spec) else RewardFunctionFactory.model_in(spec):
+            _check_model(name, two_labels=True)
     if isinstance(config, PPOConfig) and config.value_model_path:
         _check_model(config.value_model_path)
         name = model_folder(config.value_model_path)
@@ -138,11 +153,15 @@ def _check_model(name: str, *, two_labels: bool = False) -> None:
 
 def load_rewards(config: OnlineJobConfig) -> RewardFunctions | None:
     """The rewards of a job, None if reward workers load them; all are checked before a model is loaded."""
-    check_parts(config)
     if (workers := samplers(config)) and workers.reward_workers:
+        check_parts(config)
         return None
-    options = {"device": job_device()}
-    functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
+    _check_models(config)
+    build, options = RewardFunctionFactory.from_spec, {"device": job_device()}
+    lines = list(enumerate(config.reward))
+    made = {i: build(spec) for i, spec in lines if not _names_models(spec)}
+    made |= {i: build(spec, model_options=options) for i, spec in lines if i not in made}
+    functions = [made[i] for i, _ in lines]
     return RewardFunctions(functions, weights=config.reward_weights)
 
 

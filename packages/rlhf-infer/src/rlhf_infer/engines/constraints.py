@@ -29,7 +29,7 @@ _LONGEST_TEXT = 1000
 """Characters of a text that alternatives may begin with: the time grows with more than their square."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text in a grammar."""
-_ANY_CHARACTER, _CHARACTER = r"(([^\"\\\r\n]))", r"(([^\0-\x1f\"\\\r\n]))"
+_ANY_CHARACTER, _CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """In xgrammar's text: a character of a string with minLength or maxLength as it is, and as JSON has it."""
 _REASON = 200
 """Characters of the compiler's reason that a message shows."""

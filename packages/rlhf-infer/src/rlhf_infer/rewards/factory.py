@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward,
 
 if TYPE_CHECKING:
     from rlhf_infer.rewards.combine import RewardFunctions
+
+_MODEL_LINES = ("model", "process")
+"""Beginnings of lines that name a model of ours."""
 
 
 class RewardFunctionFactory:
@@ -66,6 +70,19 @@ class RewardFunctionFactory:
             UserError: it names nothing that is known, or an option is unknown, missing or wrong.
         """
         return spec_parser.build(spec, _builders(dict(model_options or {})), options)
+
+    @staticmethod
+    def model_in(spec: str) -> str | None:
+        """The model that a line beginning with `model:` or `process:` names; None for another line.
+
+        Raises:
+            UserError: an option is unknown, missing or wrong.
+        """
+        kind = spec.partition(":")[0]
+        if kind not in _MODEL_LINES:
+            return None
+        options: Any = spec_parser.build(spec, {kind: replace(_builders({})[kind], build=dict)}, {})
+        return options["path"]
 
     @staticmethod
     def with_absolute_paths(spec: str) -> str:
