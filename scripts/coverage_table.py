@@ -176,6 +176,7 @@ CASES = (
     Case("mean, 60 prompts of 1 to 5 rows", 0.2, _clustered),
     Case("paired difference, skewed scores of 50 prompts", 0.3, _paired),
     Case("paired difference, 3 prompts", 0.3, _few),
+    Case("paired difference, verdicts: 25% gains, 25% losses of 4", 0.0, _verdicts(4, 0.25, 0.25)),
     Case("paired difference, verdicts: 2% gains, 2% losses of 100", 0.0, _verdicts(100, 0.02, 0.02)),
     Case("paired difference, verdicts: 10% gains, 5% losses of 200", 0.05, _verdicts(200, 0.1, 0.05)),
     Case("two-sample difference, 60 and 80 rows", 0.5, _two_samples),

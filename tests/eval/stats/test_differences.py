@@ -104,6 +104,31 @@ def test_the_interval_of_verdicts_by_hand() -> None:
     assert found.low == pytest.approx(low, abs=1e-9) and found.estimate == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("n", range(2, 8))
+def test_few_verdicts_differ_where_the_sign_test_says_so(n: int) -> None:
+    found = verdict_difference([1.0] * n)
+    exact = oracle.binomtest(n, n).pvalue  # 2 / 2ⁿ: not below 5% before 6 of 6
+    assert found.p_value == pytest.approx(exact, rel=0.5)
+    assert (found.low > 0) == (exact < 0.05) and found.high == 1
+    mirrored = verdict_difference([-1.0] * n)
+    assert (mirrored.low, mirrored.high) == (-1, -found.low)
+    assert verdict_difference([0.0] * n).p_value == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("wins", "n", "ends"),
+    [
+        (81, 263, (0.2535, 0.3682)),
+        (15, 148, (0.0598, 0.1644)),
+        (0, 20, (0, 0.2005)),
+        (1, 29, (0.0018, 0.1963)),
+    ],
+)
+def test_wilson_with_continuity_is_newcombe_s(wins: int, n: int, ends: tuple[float, float]) -> None:
+    # Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I, method 4.
+    assert wilson(wins / n, n, continuity=True) == pytest.approx(ends, abs=5e-5)
+
+
 def test_scores_that_all_agree_have_no_interval() -> None:
     found = mean_interval([0.3, 0.3, 0.3])
     assert found.estimate == pytest.approx(0.3) and math.isnan(found.low) and found.p_value is None

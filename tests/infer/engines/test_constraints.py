@@ -140,6 +140,7 @@ def test_requests_of_different_forms_share_a_batch(engine: TransformersEngine) -
 
 REFUSED: list[tuple[Any, str]] = [
     ({"not": NUMBER}, "keyword not"),
+    ({"type": "string", "minLength": -1}, "minLength -1"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"allOf": [NUMBER, NUMBER]}, "allOf"),
     ({"$ref": "http://a/b"}, "another document"),

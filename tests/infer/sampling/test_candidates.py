@@ -65,6 +65,12 @@ def test_probabilities_are_votes_as_they_are() -> None:
     assert select(rows, "weighted")[0] == 0
 
 
+def test_a_probability_beyond_1_is_refused() -> None:
+    with raises_error("not_a_probability"):
+        select(candidates((0.5, "a"), (7.0, "b")), "weighted", probabilities=True)
+    assert select(candidates((0.5, "a"), (7.0, "b")), "best", probabilities=True) == (1, 0)
+
+
 def test_no_selection_keeps_the_order_of_drawing() -> None:
     rows = candidates((1.0, "a"), (3.0, None), (None, "a"))
     assert select(rows, "none") == (0, 1, 2) and select(rows[::-1], "none") == (2, 1, 0)

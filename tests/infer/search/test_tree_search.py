@@ -15,6 +15,7 @@ from raises import raises_error
 from rlhf_infer import (
     BestOfNSampler,
     MCTSGenerator,
+    ProcessReward,
     SamplingParams,
     ScoredPath,
     SearchSettings,
@@ -93,6 +94,8 @@ def test_steps_end_where_the_process_reward_models_do(
     ended = [node for result in results for node in result.tree.nodes if node.finish_reason == "stop"]
     texts = [engine.tokenizer.decode(node.token_ids) for node in ended if node.terminal is None]
     assert texts and all(separator in text for text in texts)
+    beside = path_scorer([ProcessReward(process_model), vowels])
+    assert TreeSearch(engine, beside, engine.tokenizer, SearchSettings(), PARAMS).waves.separator == " "
     default = TreeSearch(engine, vowels, engine.tokenizer, SearchSettings(), PARAMS)
     assert default.waves.separator == "\n"
 

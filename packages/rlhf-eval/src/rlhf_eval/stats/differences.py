@@ -105,6 +105,9 @@ def verdict_difference(
     https://doi.org/10.1002/sim.3095). The bootstrap's intervals are too narrow where few verdicts differ:
     with 4 of 100 expected to, its 95% interval covers 83%.
 
+    Fewer than 8 units tell neither r nor tails that are nearly normal: Wilson's intervals then have the
+    correction for continuity, and r is -1, so that a difference is found where the sign test finds it.
+
     Raises:
         ValueError: a difference is not in [−1, 1].
     """
@@ -122,17 +125,20 @@ def verdict_difference(
     (p, error_p), (q, error_q) = gain.mean(), loss.mean()
     apart = 2 * error_p * error_q
     r = float(np.clip((error_p**2 + error_q**2 - error**2) / apart, -1, 1)) if apart else 0.0
+    few = whole.units < _FEW_UNITS
+    r = -1.0 if few else r
 
     def ends(level: float) -> tuple[float, float]:
-        low_p, high_p = _wilson_of(p, error_p, gain.units, level)
-        low_q, high_q = _wilson_of(q, error_q, loss.units, level)
+        low_p, high_p = _wilson_of(p, error_p, gain.units, level, continuity=few)
+        low_q, high_q = _wilson_of(q, error_q, loss.units, level, continuity=few)
         below = (p - low_p) ** 2 - 2 * r * (p - low_p) * (high_q - q) + (high_q - q) ** 2
         above = (high_p - p) ** 2 - 2 * r * (high_p - p) * (q - low_q) + (q - low_q) ** 2
         return mean - math.sqrt(max(below, 0)), mean + math.sqrt(max(above, 0))
 
     low, high = ends(level)
     p_value = _level_that_touches_zero(ends)
-    return Interval(mean, low, high, level, "Wilson, square and add", unit, whole.units, error, p_value)
+    method = "Wilson with continuity, added" if few else "Wilson, square and add"
+    return Interval(mean, low, high, level, method, unit, whole.units, error, p_value)
 
 
 def two_sample_difference(
@@ -272,14 +278,22 @@ def mean_of_parts(parts: Sequence[Interval]) -> Interval:
     return Interval(mean, *ends, parts[0].level, "square and add", "part", count)
 
 
-def wilson(rate: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
+def wilson(rate: float, n: float, *, level: float = 0.95, continuity: bool = False) -> tuple[float, float]:
     """Both ends of Wilson's score interval of a rate seen in n independent trials.
 
-    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927, eq. for the limits; NaN for n = 0.
+    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927, eq. for the limits; NaN for n = 0. With
+    `continuity` the limits of p ± 1/2n (Newcombe 1998, "Two-sided confidence intervals for the single
+    proportion", method 4), which are nearly those of the binomial itself.
     """
     if not n > 0:
         return math.nan, math.nan
     z = normal_quantile((1 + level) / 2)
+    if continuity:
+        below = z * math.sqrt(max(z * z - 2 - 1 / n + 4 * rate * (n * (1 - rate) + 1), 0))
+        above = z * math.sqrt(max(z * z + 2 - 1 / n + 4 * rate * (n * (1 - rate) - 1), 0))
+        low = (2 * n * rate + z * z - 1 - below) / (2 * (n + z * z))
+        high = (2 * n * rate + z * z + 1 + above) / (2 * (n + z * z))
+        return (max(0.0, low) if rate > 0 else 0.0), (min(1.0, high) if rate < 1 else 1.0)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     centre = rate + z * z / (2 * n)
     low, high = (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
@@ -304,9 +318,12 @@ def non_inferior(difference: Interval, margin: float) -> bool:
     return difference.low > -margin
 
 
-def _wilson_of(rate: float, error: float, units: int, level: float) -> tuple[float, float]:
+def _wilson_of(
+    rate: float, error: float, units: int, level: float, *, continuity: bool = False
+) -> tuple[float, float]:
     """Wilson's interval at the number of units that the standard error implies."""
-    return wilson(rate, rate * (1 - rate) / error**2 if error > 0 else units, level=level)
+    n = rate * (1 - rate) / error**2 if error > 0 else units
+    return wilson(rate, n, level=level, continuity=continuity)
 
 
 def _level_that_touches_zero(ends: Callable[[float], tuple[float, float]]) -> float:

@@ -49,6 +49,7 @@ _DETAILS = (
     *("items", "maxItems", "minItems", "prefixItems"),
 )
 """Keywords that go with a type."""
+_COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 _WHOLE = ("$ref", "allOf", "anyOf", "const", "enum", "oneOf")
 """Keywords that say all of a schema."""
 _NAMED = ("$defs", "definitions", "patternProperties", "properties")
@@ -315,6 +316,9 @@ def _check_types(schema: Mapping[str, Any], where: str) -> None:
         found = [key for key in keys if key in schema]
         if len(found) > 1:
             raise _refused(f"{where} has {found[0]} and {found[1]}, of which one is not enforced; give one")
+    for key in _COUNTS & schema.keys():
+        if not isinstance(schema[key], bool) and schema[key] < 0:
+            raise _refused(f"{where} has {key} {schema[key]}; expected a number of at least 0")
     if types == []:
         raise _refused(f"{where} has no type in type")
 

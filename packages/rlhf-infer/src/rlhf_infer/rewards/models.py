@@ -120,7 +120,7 @@ class ProcessReward:
         UserError: another aggregate.
     """
 
-    is_probability = True
+    scores_open_answers = is_probability = True
 
     def __init__(
         self,

@@ -190,6 +190,13 @@ def _votes(candidates: Sequence[Candidate], selection: str, probabilities: bool)
     if selection == "majority" or all(c.score is None for c in candidates):
         return [1.0] * len(candidates)
     if probabilities:
-        return [c.score or 0.0 for c in candidates]
+        found = [c.score or 0.0 for c in candidates]
+        if wrong := next((score for score in found if not 0 <= score <= 1), None):
+            raise UserError(
+                f"a reward with is_probability gave {wrong:g}; expected a number from 0 to 1, or leave the "
+                "attribute out",
+                code="not_a_probability",
+            )
+        return found
     # sigmoid(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
     return [0.0 if c.score is None else (1 + math.tanh(c.score / 2)) / 2 for c in candidates]

@@ -171,6 +171,9 @@ class RewardScorer:
         self.name = "+".join(functions.names)
         self.gives_probability = bounded or functions.gives_probability
         """Whether it is the probability that a path is right, for weighted votes."""
+        ends = {each.model.step_separator for each in functions.functions if isinstance(each, ProcessReward)}
+        self.separator = ends.pop() if len(ends) == 1 else None
+        """Text that ends a step, if a process reward model says so."""
 
     def score(self, paths: Sequence[ScoredPath]) -> PathScores:
         """Scores of B paths."""

@@ -110,7 +110,7 @@ class SearchWaves:
         checker: Checker | None = None,
         extract: Extract | None = None,
     ) -> None:
-        self.separator = settings.separator or getattr(scorer, "separator", "\n")
+        self.separator = settings.separator or getattr(scorer, "separator", None) or "\n"
         check_search_settings(settings, params, extract, separator=self.separator)
         self.scorer, self.verifier, self.tokenizer = scorer, verifier, tokenizer
         self.settings, self.params = settings, params
