@@ -220,10 +220,13 @@ def test_what_judges_behind_an_api_were_asked_for(run):
     _, page = render(run)
     assert "Judges behind an API" not in page.text
     counts = {"requests": 12345, "retries": 2, "cached": 0, "prompt_tokens": 1234500, "completion_tokens": 7}
-    usage = {"judge": {**counts, "cost": 1.25}, "held_out_judge": {**counts, "cost": None}}
+    usage = {
+        "judge": {**counts, "unread": 31, "cost": 1.25},
+        "held_out_judge": {**counts, "unread": 0, "cost": None},
+    }
     run.write_results({**RESULTS, "api_usage": usage})
     _, page = render(run)
-    for row in ("Judge12,345201,234,50071.2500", "Held-out judge12,345201,234,5007–"):
+    for row in ("Judge12,34520311,234,50071.2500", "Held-out judge12,3452001,234,5007–"):
         assert row in page.text
 
 
