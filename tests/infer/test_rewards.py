@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import importlib
 import inspect
@@ -377,45 +376,3 @@ def test_no_reward_of_ours_takes_self_by_name() -> None:
                     found[each.__name__] = first.kind
     assert {"RemoteReward", "_Named"} <= set(found) and len(found) >= 10
     assert set(found.values()) == {inspect.Parameter.POSITIONAL_ONLY}, found
-
-
-def test_totals_that_are_probabilities() -> None:
-    exact, length = (RewardFunctionFactory.from_spec(each) for each in ("exact", "length:target=3"))
-    number = RewardFunctionFactory.from_spec("number")
-    assert RewardFunctions([exact]).gives_probability
-    assert RewardFunctions([exact, number], weights=[0.9, 0.1]).gives_probability
-    assert not RewardFunctions([length]).gives_probability
-    for functions, weights in (([exact], [2]), ([exact, number], [1, 1]), ([exact, number], [2, -1])):
-        assert not RewardFunctions(functions, weights=weights).gives_probability
-    assert not RewardFunctions([exact, length], weights=[0.5, 0.5]).gives_probability
-
-
-def test_a_reward_of_a_file_keeps_its_attributes(tmp_path: Any) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "class Counting:\n"
-        "    is_probability = may_leave_out = True\n"
-        "    def __init__(self, start=0):\n"
-        "        self.calls = start\n"
-        "    def __call__(self, completions):\n"
-        "        self.calls += 1\n"
-        "        return [1 / self.calls for _ in completions]\n"
-        "    def state(self):\n"
-        "        return {'calls': self.calls}\n"
-        "    def load_state(self, state):\n"
-        "        self.calls = state['calls']\n"
-        "def half(completions, value=0.5):\n"
-        "    return [value for _ in completions]\n"
-        "half.is_probability = True\n"
-    )
-    counting = RewardFunctions([RewardFunctionFactory.from_spec(f"{path}:Counting")])
-    assert counting.gives_probability and counting.may_leave_out
-    given: Any = {"completion_ids": IDS, "columns": COLUMNS}
-    assert counting(PROMPTS, COMPLETIONS, **given).total.tolist() == [1.0] * 3
-    (state,) = counting.state().values()
-    assert state == {"calls": 1}
-    again = RewardFunctions([copy.deepcopy(RewardFunctionFactory.from_spec(f"{path}:Counting"))])
-    again.load_state(counting.state())
-    assert again(PROMPTS, COMPLETIONS, **given).total.tolist() == [0.5] * 3
-    half = RewardFunctionFactory.from_function(f"{path}:half", value=0.25)
-    assert RewardFunctions([half]).gives_probability

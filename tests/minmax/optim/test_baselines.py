@@ -90,7 +90,7 @@ def test_advantages_over_a_critic_by_hand(make_player, monkeypatch):
 def test_one_token_over_a_critic_has_no_advantage(make_player):
     optimizer = make_player(baseline="critic")
     (part,) = optimizer._prepare([Rollout([5, 6], [7], [0.0], "stop")], torch.tensor([3.0]))
-    assert part.advantages.tolist() == [0.0]  # its deviation from the mean; there is no variance of one
+    assert part.advantages.tolist() == [0.0]  # a single value equals the mean
 
 
 def test_a_critic_learns_what_completions_are_worth(make_player):

@@ -135,7 +135,7 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
         changing: names of the options that would change the run's settings, and so are refused.
 
     Raises:
-        UserError: an option of `changing` is given, the two folders differ, or there is no such run.
+        UserError: an option of `changing` is given, the two folders differ, or the run does not exist.
     """
     given = [name for name in changing if not any(options.get(name) is x for x in (None, False, ()))]
     if given:

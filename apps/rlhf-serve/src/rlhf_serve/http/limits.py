@@ -155,7 +155,7 @@ class Admission:
         return min(_MAX_RETRY_AFTER_S, max(1.0, self._mean_s * (self.waiting + 1) / self.max_running))
 
     def check(self) -> None:
-        """Refuse a request if there is no room for it now.
+        """Refuse a request that would exceed the limits now.
 
         Raises:
             APIError: as `enter`.

@@ -48,7 +48,7 @@ def mean_interval(
     """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
 
     Fewer than 8 units have too few different resamples; they get Student's interval, exact for normal units.
-    `p_value` is of a mean of zero. Where all units agree there is no interval, and its ends are NaN.
+    `p_value` tests a mean of zero. If all units have the same value, both ends are NaN.
     """
     check_level(level)
     rng = np.random.default_rng(seed)
