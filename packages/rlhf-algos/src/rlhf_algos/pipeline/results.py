@@ -205,8 +205,8 @@ class ResultStore:
     def set_aside(self, folder: Path, address: str) -> Path | None:
         """Rename a folder whose stage would mistake its content for its own work.
 
-        None if the folder does not exist, or if the stage began there and is unfinished by the history: such a
-        stage continues in its folder.
+        Returns None, and renames nothing, if the folder does not exist or if the stage was interrupted there:
+        such a stage continues in its folder.
         """
         began = not (folder / STAGE).exists() and self._last_event(address) in ("started", "failed")
         if began or not folder.exists():
